@@ -1,0 +1,346 @@
+"""The commands. Each returns a dict, which `--json` prints and report.py shows to people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Optional
+
+from . import __version__, diff
+from .bases import Base, Evidence, Manifest, load_manifest
+from .errors import Unsupported, UsageFault
+from .flags import read_flags
+from .fs import Fs
+from .patches import choose, features_of, load_patches
+from .plan import Plan, foreign, make_plan, new_dirs
+from .project import Project
+from .situation import (
+    APPLIED,
+    CLEAN,
+    NO_RECEIPT,
+    PARTLY,
+    UNSUPPORTED,
+    Situation,
+    base_by_name,
+    current,
+    edited_fault,
+    look,
+)
+from .state import BYTECODE, Change, FileChange, Receipt, Store, locked
+from .target import Target, locate
+from .transaction import commit, edited_since, recover
+
+NOTHING = "nothing to do"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command is asked to work on."""
+
+    project: Project
+    fs: Fs
+    path: Optional[Path] = None
+    base: Optional[str] = None
+    try_base: Optional[str] = None
+    features: tuple = ()
+
+
+def apply(request: Request, dry_run: bool = False) -> dict:
+    """Put the overlay on a tree: all of it or nothing.
+
+    Raises an OverlayError of exit code 2 to 6; see the error classes.
+    """
+    manifest = load_manifest(request.project.patches)
+    target = _target(request, manifest, fetching=True)
+    if not dry_run:
+        _clean_up(request, target)
+    situation = look(target, request.project, manifest)
+    situation.insist_on_whole()
+    plan, receipt = _planned(request, manifest, situation)
+    change, contents = _step(situation, plan, receipt)
+    if _is_nothing(change):
+        outcome = NOTHING
+    elif dry_run:
+        _check_writable(target, change)
+        outcome = "would apply"
+    else:
+        _commit(request, target, change, contents)
+        outcome = "applied"
+    return {
+        **_head("apply", target),
+        "outcome": outcome,
+        "base": receipt.base,
+        "evidence": receipt.evidence,
+        "features": _features(receipt.features, plan.patches),
+        "patches": plan.patches,
+        "edits": [edit.to_dict() for edit in plan.edits],
+        "files": [{"file": file.path, "kind": file.kind} for file in change.files],
+        "tried": request.try_base is not None,
+    }
+
+
+def status(request: Request) -> dict:
+    """Say what is at a tree.
+
+    Raises Unsupported if it is no SGLang tree, Interfered if its receipt is damaged.
+    """
+    manifest = load_manifest(request.project.patches)
+    target = _target(request, manifest, fetching=False)
+    situation = look(target, request.project, manifest)
+    state = situation.state
+    facts = _head("status", target)
+    try:
+        facts.update(_known_base(situation, manifest, request))
+    except Unsupported as fault:
+        state = UNSUPPORTED if state == CLEAN else state
+        facts.update(base=None, evidence=fault.found, features={"in": [], "out": []}, error=fault.as_dict())
+    exit_code = {CLEAN: 0, APPLIED: 0, NO_RECEIPT: 0, UNSUPPORTED: 3}.get(state, 5)
+    return {
+        **facts,
+        "ok": exit_code == 0,
+        "exit_code": exit_code,
+        "state": state,
+        "changed": situation.changed(),
+        "flags": read_flags(request.project.overlay),
+        "notes": _notes(situation, state),
+    }
+
+
+def revert(request: Request, keep_edited: bool = False) -> dict:
+    """Take the overlay out, byte for byte.
+
+    Raises Interfered if a patched file was edited since (unless `keep_edited`), Refused if the
+    file system says no.
+    """
+    manifest = load_manifest(request.project.patches)
+    target = _target(request, manifest, fetching=False)
+    if not target.state.exists() and look(target, request.project, manifest).state == CLEAN:
+        return {**_head("revert", target), "outcome": NOTHING, "files": [], "left": []}
+    with locked(target, request.fs) as store:
+        left = _edited_in_journal(store) if keep_edited else []
+        recovered = recover(store, frozenset(left))
+        situation = look(target, request.project, manifest, store)
+        if situation.state == PARTLY:
+            situation.insist_on_whole()
+        edited = situation.edited()
+        if edited and not keep_edited:
+            raise edited_fault(edited)
+        files = []
+        if situation.receipt:
+            change, contents = _way_back(situation, set(edited))
+            _check_writable(target, change)
+            commit(store, change, contents)
+            files = change.files
+        store.tidy()
+    return {
+        **_head("revert", target),
+        "outcome": "reverted" if files or recovered else NOTHING,
+        "files": [{"file": file.path, "kind": file.kind} for file in files],
+        "left": sorted({*left, *edited}),
+        "left_dirs": _left_dirs(situation),
+    }
+
+
+def unified_diff(request: Request) -> bytes:
+    """Return what apply would do to a tree, or did, as a diff that `git apply` takes."""
+    manifest = load_manifest(request.project.patches)
+    target = _target(request, manifest, fetching=True)
+    situation = look(target, request.project, manifest)
+    situation.insist_on_whole()
+    if situation.receipt and not request.features:
+        contents = dict(situation.contents)
+        for file in situation.receipt.files:
+            current(target, file.path, contents)
+            if file.before:
+                contents[file.before.sha256] = situation.bytes_of(file.before.sha256)
+        changed = situation.changed()
+        if changed:
+            raise edited_fault([entry["file"] for entry in changed])
+        return diff.render(situation.receipt.files, contents)
+    plan, _ = _planned(request, manifest, situation)
+    return diff.render(plan.files, plan.contents)
+
+
+def _target(request: Request, manifest: Manifest, fetching: bool) -> Target:
+    """Return the tree that is asked for, or the pinned release in build/."""
+    if request.path is not None:
+        if request.base is not None:
+            raise UsageFault(
+                "--base chooses the release to fetch, and there is a TARGET",
+                remedy="leave out one of them; --try-base makes a TARGET count as a base",
+            )
+        return locate(request.path)
+    release = manifest.base(request.base).release
+    if fetching:
+        from .fetch import fetch_tree  # status must start fast, and needs none of it
+
+        return locate(fetch_tree(request.project, release))
+    place = request.project.release_tree(release.version)
+    if not place.exists():
+        raise Unsupported(
+            "no TARGET given, and no release was fetched yet",
+            file=str(place),
+            remedy="give a TARGET, or run `apply.py apply` to fetch the pinned release",
+        )
+    return locate(place)
+
+
+def _clean_up(request: Request, target: Target) -> None:
+    """Undo a command that was cut short, before anything else."""
+    if Store(target).exists():
+        with locked(target, request.fs) as store:
+            recover(store)
+            store.tidy()
+
+
+def _planned(request: Request, manifest: Manifest, situation: Situation) -> tuple:
+    """Return (plan, receipt) of putting the asked-for features on the original files."""
+    base, evidence = situation.base(manifest, request.try_base)
+    patches = load_patches(request.project.patches, base.name)
+    features = choose(patches, list(request.features))
+    plan = make_plan(situation.target, request.project, patches, features, situation.original)
+    fault = foreign(plan)
+    if fault:
+        raise fault
+    return plan, _new_receipt(situation, plan, base, evidence, features)
+
+
+def _new_receipt(
+    situation: Situation, plan: Plan, base: Base, evidence: Evidence, features: list
+) -> Receipt:
+    old = situation.receipt
+    files = list(plan.files)
+    if old is not None:
+        # Compiled files that an earlier apply took away are no longer there to be planned for.
+        planned = {file.path for file in files}
+        files += [f for f in old.files if f.kind == BYTECODE and f.path not in planned]
+    return Receipt(
+        tool=__version__,
+        prefix=situation.target.prefix,
+        base=base.name,
+        evidence=evidence.to_dict(),
+        features=features,
+        patches=plan.patches,
+        files=files,
+        dirs=new_dirs(situation.target, plan.files, old.dirs if old else []),
+    )
+
+
+def _step(situation: Situation, plan: Plan, receipt: Receipt) -> tuple:
+    """Return (change, contents) from what is there now to the plan."""
+    target, contents = situation.target, dict(plan.contents)
+    old = situation.receipt
+    wanted = {file.path: file for file in receipt.files}
+    dropped = [file.inverse() for file in (old.files if old else []) if file.path not in wanted]
+    files = []
+    for file in [*receipt.files, *dropped]:
+        now = current(target, file.path, contents)
+        if (now and now.sha256) != (file.after and file.after.sha256):
+            files.append(FileChange(file.path, file.kind, now, file.after))
+        for state in (file.before, file.after):
+            if state and state.sha256 not in contents:
+                contents[state.sha256] = situation.bytes_of(state.sha256)
+    after = receipt if receipt.files else None
+    before = situation.receipt_on_disk()
+    if before and after and replace(after, evidence=before.evidence, tool=before.tool) == before:
+        after = before
+    change = Change(
+        files=files,
+        mkdirs=[path for path in receipt.dirs if not (target.root / path).exists()],
+        rmdirs=[path for path in reversed(old.dirs if old else []) if path not in receipt.dirs],
+        receipt_before=before,
+        receipt_after=after,
+    )
+    return change, contents
+
+
+def _is_nothing(change: Change) -> bool:
+    return not change.files and change.receipt_before == change.receipt_after
+
+
+def _way_back(situation: Situation, leave: set) -> tuple:
+    """Return (change, contents) from what is there now to the original files."""
+    contents: dict = {}
+    files = []
+    for file in reversed(situation.receipt.files):
+        if file.path in leave:
+            continue
+        now = current(situation.target, file.path, contents)
+        if file.before:
+            contents[file.before.sha256] = situation.bytes_of(file.before.sha256)
+        if (now and now.sha256) != (file.before and file.before.sha256):
+            files.append(FileChange(file.path, file.kind, now, file.before))
+    dirs = situation.receipt.dirs[::-1]
+    return Change(files, [], dirs, situation.receipt_on_disk(), None), contents
+
+
+def _edited_in_journal(store: Store) -> list:
+    journal = store.journal()
+    return edited_since(store, journal.files) if journal else []
+
+
+def _commit(request: Request, target: Target, change: Change, contents: dict) -> None:
+    _check_writable(target, change)
+    with locked(target, request.fs) as store:
+        commit(store, change, contents)
+
+
+def _check_writable(target: Target, change: Change) -> None:
+    for file in change.files:
+        target.check_writable(file.path)
+
+
+def _left_dirs(situation: Situation) -> list:
+    """Return the overlay's directories that stay because somebody else's files are in them."""
+    dirs = situation.receipt.dirs if situation.receipt else []
+    return [path for path in dirs if (situation.target.root / path).exists()]
+
+
+def _known_base(situation: Situation, manifest: Manifest, request: Request) -> dict:
+    """Return the base, its evidence and its features. Raises Unsupported."""
+    journal = situation.journal
+    receipt = situation.receipt or (journal and (journal.receipt_after or journal.receipt_before))
+    if receipt is not None:
+        base = base_by_name(manifest, receipt.base)
+        patches = load_patches(request.project.patches, base.name) if base else []
+        known = [{"feature": name} for name in features_of(patches)]
+        return {
+            "base": receipt.base,
+            "evidence": receipt.evidence,
+            "features": _features(receipt.features, receipt.patches + known),
+            "patches": receipt.patches,
+        }
+    base, evidence = situation.base(manifest, request.try_base)
+    patches = load_patches(request.project.patches, base.name)
+    return {
+        "base": base.name,
+        "evidence": evidence.to_dict(),
+        "features": {"in": [], "out": features_of(patches)},
+        "patches": [],
+    }
+
+
+def _features(chosen: list, patches: list) -> dict:
+    known = dict.fromkeys(patch["feature"] for patch in patches)
+    return {"in": chosen, "out": [name for name in known if name not in chosen]}
+
+
+def _notes(situation: Situation, state: str) -> list:
+    """Say what to do next, where it is not plain."""
+    if state == PARTLY:
+        return [situation.way_back()]
+    if state == NO_RECEIPT:
+        return ["`apply` writes the receipt; `revert` works as it is"]
+    if state == CLEAN and situation.store.exists():
+        return ["a command was cut short before it changed anything; `revert` or `apply` tidies up"]
+    return []
+
+
+def _head(command: str, target: Target) -> dict:
+    return {
+        "ok": True,
+        "exit_code": 0,
+        "command": command,
+        "target": str(target.root),
+        "kind": "checkout" if target.is_checkout else "package",
+    }

@@ -1,0 +1,36 @@
+"""The overlay's environment flags, from its own table."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from . import OVERLAY_NAME
+
+TABLE = "srt/environ.py"
+
+
+def read_flags(overlay: Path) -> list:
+    """Return one {name, feature, default, values, help, set_to} for each flag; none without a table.
+
+    The file is loaded by its path: importing the package would pull in what status does not need.
+    """
+    path = overlay / TABLE
+    if not path.is_file():
+        return []
+    name = f"_{OVERLAY_NAME}_flags"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return [_row(flag) for flag in getattr(module, "FLAGS", ())]
+
+
+def _row(flag) -> dict:
+    fields = {field: getattr(flag, field, None) for field in ("name", "feature", "default", "values", "help")}
+    return {**fields, "set_to": os.environ.get(fields["name"] or "")}

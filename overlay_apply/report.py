@@ -1,0 +1,146 @@
+"""Shows results to people: rich tables on a terminal, plain text elsewhere; or one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Iterable
+
+from .errors import OverlayError
+
+
+def show_json(result: dict) -> None:
+    """Print one JSON object."""
+    print(json.dumps(result, indent=2))
+
+
+def show_error(fault: OverlayError) -> None:
+    """Tell a failure: what, where, expected, found, and what to do."""
+    _error_lines(fault.as_dict())
+    edits = [entry for entry in fault.details if "edit" in entry]
+    if edits:
+        _table(_EDIT_COLUMNS, map(_edit_row, edits), sys.stderr)
+    for entry in fault.details:
+        for label in ("edited", "taken"):
+            if label in entry:
+                print(f"  {label}: {entry[label]}", file=sys.stderr)
+
+
+def _error_lines(facts: dict) -> None:
+    print(f"error: {facts['message']}", file=sys.stderr)
+    for label in ("patch", "file", "expected", "found", "remedy"):
+        if label in facts:
+            name = "what to do" if label == "remedy" else label
+            print(f"  {name}: {_words(facts[label])}", file=sys.stderr)
+
+
+def show_apply(result: dict) -> None:
+    """Tell what apply did."""
+    print(f"{result['target']}: {result['outcome']}")
+    _pairs([("base", _base(result)), *_feature_pairs(result)])
+    if result["tried"]:
+        _table(_EDIT_COLUMNS, map(_edit_row, result["edits"]))
+    _table(("patch", "feature", "outcome"), (tuple(patch.values()) for patch in result["patches"]))
+    _files(result["files"])
+
+
+def show_status(result: dict) -> None:
+    """Tell what is at a tree."""
+    print(f"{result['target']}: {result['state']}")
+    _pairs([("base", _base(result)), *_feature_pairs(result)])
+    if result["changed"]:
+        _table(("file", "now"), (tuple(entry.values()) for entry in result["changed"]))
+    if result["flags"]:
+        _table(("flag", "set to", "default", "values"), map(_flag_row, result["flags"]))
+    if "error" in result:
+        _error_lines(result["error"])
+    for note in result["notes"]:
+        print(f"note: {note}")
+
+
+def show_revert(result: dict) -> None:
+    """Tell what revert did."""
+    print(f"{result['target']}: {result['outcome']}")
+    _files(result["files"])
+    for path in result["left"]:
+        print(f"left as it is, with your edits (and what the overlay put in): {path}")
+    for path in result.get("left_dirs", ()):
+        print(f"left, since it holds files that are not the overlay's: {path}")
+
+
+def show_check(result: dict) -> None:
+    """Tell which edits fit."""
+    columns = ("base", "release", *_EDIT_COLUMNS)
+    _table(columns, ((row["base"], row["release"], *_edit_row(row)) for row in result["edits"]))
+    for problem in result["problems"]:
+        _error_lines(problem)
+    print("all patches fit" if result["ok"] else f"{len(result['problems'])} problems")
+
+
+_EDIT_COLUMNS = ("edit", "file", "expected", "found", "fits")
+
+
+def _edit_row(row: dict) -> tuple:
+    found = "no such file" if row["found"] is None else row["found"]
+    return row["edit"], row["file"], row["expected"], found, "yes" if row["fits"] else "NO"
+
+
+def _flag_row(flag: dict) -> tuple:
+    set_to = "(unset)" if flag["set_to"] is None else flag["set_to"]
+    return flag["name"], set_to, flag["default"], flag["values"]
+
+
+def _base(result: dict) -> str:
+    evidence = result["evidence"]
+    how = f"{evidence['kind']}: {evidence['found']}" if isinstance(evidence, dict) else "unknown"
+    return f"{result['base'] or 'none'} ({how})"
+
+
+def _feature_pairs(result: dict) -> list:
+    features = result["features"]
+    return [("features in", _words(features["in"])), ("features out", _words(features["out"]))]
+
+
+def _files(files: list) -> None:
+    if files:
+        kinds: dict = {}
+        for entry in files:
+            kinds.setdefault(entry["kind"], []).append(entry["file"])
+        _pairs([(f"{kind} files", len(names)) for kind, names in kinds.items()])
+
+
+def _pairs(pairs: Iterable) -> None:
+    for label, value in pairs:
+        print(f"  {label}: {value}")
+
+
+def _words(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
+
+
+def _table(columns: Iterable, rows: Iterable, stream=None) -> None:
+    """Print a table: drawn on a terminal, plain columns elsewhere."""
+    stream = stream or sys.stdout
+    cells = [[str(cell) for cell in row] for row in rows]
+    if stream.isatty():
+        _drawn(list(columns), cells, stream)
+        return
+    lines = [list(columns), *cells]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  " + "  ".join(map(str.ljust, line, widths)).rstrip(), file=stream)
+
+
+def _drawn(columns: list, cells: list, stream) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console(file=stream).print(table)

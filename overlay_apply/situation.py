@@ -1,0 +1,177 @@
+"""What is at a target now: nothing of ours, an applied overlay, or something in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from . import OVERLAY_NAME
+from .adopt import recognise
+from .bases import Base, Evidence, Manifest, detect
+from .errors import Interfered, UsageFault
+from .fs import FileState, read_file, sha256, state_of
+from .project import Project
+from .state import BYTECODE, Change, Receipt, Store
+from .target import Target
+
+CLEAN, APPLIED, NO_RECEIPT = "clean", "applied", "applied (no receipt)"
+PARTLY, MODIFIED, UNSUPPORTED = "partly applied", "modified since", "unsupported"
+
+
+@dataclass
+class Situation:
+    """A target and what is known about it. `contents` holds bytes that are in no state folder."""
+
+    target: Target
+    store: Store
+    journal: Optional[Change]
+    receipt: Optional[Receipt]
+    contents: dict = field(default_factory=dict)
+    written: bool = True
+    """Whether the receipt is on disk, or was only worked out."""
+
+    @property
+    def state(self) -> str:
+        """CLEAN, APPLIED, NO_RECEIPT, PARTLY or MODIFIED."""
+        if self.journal:
+            return PARTLY
+        if self.receipt is None:
+            return PARTLY if (self.target.overlay / "__init__.py").exists() else CLEAN
+        if self.changed():
+            return MODIFIED
+        return APPLIED if self.written else NO_RECEIPT
+
+    def changed(self) -> list:
+        """Return {file, now} for each file that is not (any longer) what the overlay wrote."""
+        changes = []
+        for file in self.receipt.files if self.receipt else ():
+            now = state_of(self.target.root / file.path)
+            if file.kind != BYTECODE and _digest(now) != _digest(file.after):
+                as_before = _digest(now) == _digest(file.before)
+                changes.append({"file": file.path, "now": "as before apply" if as_before else _how(now)})
+        return changes
+
+    def edited(self) -> list:
+        """Return the paths of the files that hold somebody's later edits."""
+        return [entry["file"] for entry in self.changed() if entry["now"] != "as before apply"]
+
+    def original(self, path: str) -> Optional[tuple]:
+        """Return (bytes, mode) of a file as it was before any patch, or None. Raises Interfered."""
+        for file in self.receipt.files if self.receipt else ():
+            if file.path == path:
+                return file.before and (self.bytes_of(file.before.sha256), file.before.mode)
+        return read_file(self.target.root / path)
+
+    def read_original(self, file: str) -> Optional[bytes]:
+        """Return a file's original bytes by its path below the package, or None."""
+        found = self.original(self.target.in_package(file))
+        return found and found[0]
+
+    def bytes_of(self, digest: str) -> bytes:
+        """Return kept bytes. Raises Interfered if they are gone."""
+        return self.contents[digest] if digest in self.contents else self.store.blob(digest)
+
+    def receipt_on_disk(self) -> Optional[Receipt]:
+        return self.receipt if self.written else None
+
+    def base(self, manifest: Manifest, try_base: Optional[str] = None) -> tuple:
+        """Return (base, evidence). Raises Unsupported, or UsageFault for an unknown `try_base`."""
+        if try_base is not None:
+            return manifest.base(try_base), Evidence("--try-base", try_base)
+        known = self.receipt and self._base_of_receipt(manifest)
+        return known or detect(self.target, manifest, self.read_original)
+
+    def _base_of_receipt(self, manifest: Manifest) -> Optional[tuple]:
+        if self.changed():
+            return None
+        try:
+            return manifest.base(self.receipt.base), Evidence(**self.receipt.evidence)
+        except UsageFault:
+            return None
+
+    def insist_on_whole(self) -> None:
+        """Raise Interfered if the tree is partly applied, or a patched file was edited since.
+
+        Raises Refused if the overlay's place is a symbolic link out of the tree.
+        """
+        self.target.real(self.target.in_package(OVERLAY_NAME))
+        if self.state == PARTLY:
+            raise Interfered(
+                "the tree is partly applied",
+                file=str(self.store.journal_file if self.journal else self.target.overlay),
+                expected="a tree without the overlay, or with all of it",
+                found="a command that was cut short" if self.journal else "an overlay without a receipt",
+                remedy=self.way_back(),
+            )
+        edited = self.edited()
+        if edited:
+            raise edited_fault(edited)
+
+    def way_back(self) -> str:
+        """Say how a partly applied tree is put right."""
+        if self.journal:
+            return "run `apply.py revert`, or `apply.py apply` again"
+        return (
+            "take the patch back the way it came in (`git apply -R` on the same diff), or remove "
+            f"{self.target.overlay} and restore the patched files (`git checkout`, or reinstall sglang)"
+        )
+
+
+def edited_fault(edited: list) -> Interfered:
+    """Return the failure for files with somebody's later edits."""
+    return Interfered(
+        "a patched file was edited since; nothing was written",
+        file=edited[0],
+        expected="the file as the overlay wrote it",
+        found="other contents",
+        remedy="take your edit back (or keep it aside) and run again, or `revert --keep-edited`, "
+        "which restores all other files and leaves the edited ones as they are",
+        details=[{"edited": path} for path in edited],
+    )
+
+
+def look(target: Target, project: Project, manifest: Manifest, store: Optional[Store] = None) -> Situation:
+    """Find out what is at a target, without changing anything.
+
+    Raises Interfered if its state folder is damaged or belongs to another place.
+    """
+    store = store or Store(target)
+    situation = Situation(target, store, store.journal(), store.receipt())
+    receipt = situation.receipt
+    if receipt is not None and receipt.prefix != target.prefix:
+        raise Interfered(
+            "the receipt is of another kind of tree (the package folder was copied or moved)",
+            file=str(store.receipt_file),
+            expected=target.prefix,
+            found=receipt.prefix,
+            remedy="give the tree the overlay was applied to, or reinstall sglang",
+        )
+    if receipt is None and situation.journal is None:
+        recognised = recognise(target, project, manifest)
+        if recognised:
+            situation.receipt, situation.contents = recognised
+            situation.written = False
+    return situation
+
+
+def current(target: Target, path: str, contents: dict) -> Optional[FileState]:
+    """Return a file's state now, keeping its bytes in `contents`."""
+    found = read_file(target.root / path)
+    if found is None:
+        return None
+    state = FileState(sha256(found[0]), found[1])
+    contents[state.sha256] = found[0]
+    return state
+
+
+def _digest(state: Optional[FileState]) -> Optional[str]:
+    return state and state.sha256
+
+
+def _how(now: Optional[FileState]) -> str:
+    return "edited" if now else "missing"
+
+
+def base_by_name(manifest: Manifest, name: str) -> Optional[Base]:
+    """Return a base, or None if the manifest has none of that name (any longer)."""
+    return next((base for base in manifest.bases if base.name == name), None)

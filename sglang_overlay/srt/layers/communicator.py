@@ -1,0 +1,179 @@
+"""The layer boundary: how the next layer's ``prepare_attn`` takes a deferred MoE output.
+
+A way turns a bundle and the residual into ``(norm_out, residual_out)``, both ``[T, H]``, fresh and complete
+on every rank: ``norm_out = RMSNorm(residual_out)``, ``residual_out = residual + all_reduce(finalize(bundle))``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+
+from ..environ import FUSION, settings
+from .moe.counters import COUNTERS
+from .moe.deferral import Guard, first_true
+from .moe.deferred_output import DeferredMoeOutput, finalize
+
+Boundary = Tuple[torch.Tensor, torch.Tensor]
+Way = Callable[[torch.nn.Module, DeferredMoeOutput, torch.Tensor], Boundary]
+
+
+def take_deferred(
+    communicator: Any,
+    output: DeferredMoeOutput,
+    residual: Optional[torch.Tensor],
+    forward_batch: Any,
+    post_residual_addition: Optional[torch.Tensor] = None,
+) -> Boundary:
+    """``LayerCommunicator.prepare_attn`` for a bundle: looked at before anything that asks for a shape.
+
+    Raises:
+        RuntimeError: no residual of T rows came with the bundle, or the layer's input is scattered;
+            the decision to carry is made so that neither happens.
+    """
+    _check_hand_over(output, residual)
+    if post_residual_addition is not None:
+        residual = residual + post_residual_addition
+    way = chosen_way()
+    COUNTERS.ways[way] += 1
+    hidden_states, residual = WAYS[way](communicator.input_layernorm, output, residual)
+    return _enter_attention(communicator, hidden_states, forward_batch), residual
+
+
+def eager(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> Boundary:
+    """Finalize, all-reduce, norm: three steps, on every device."""
+    # A clone, because the plain norm adds into the residual in place and an earlier layer's may be held elsewhere.
+    return layernorm(all_reduce(finalize(output)), residual.clone())
+
+
+def separate(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> Boundary:
+    """Finalize, then FlashInfer's fused all-reduce + residual + RMSNorm.
+
+    Calls the fused op itself: where it declines, the stock norm would go on without the all-reduce.
+    """
+    from sglang.srt.layers.flashinfer_comm_fusion import flashinfer_allreduce_residual_rmsnorm
+
+    hidden_states = finalize(output)
+    norm_out, residual_out = flashinfer_allreduce_residual_rmsnorm(
+        input_tensor=hidden_states,
+        residual=residual,
+        weight=layernorm.weight,
+        eps=layernorm.variance_epsilon,
+        max_token_num=max(output.num_tokens, settings().max_tokens),
+        use_attn_tp_group=False,
+    )
+    if norm_out is None:
+        return layernorm(all_reduce(hidden_states), residual.clone())
+    return norm_out, residual_out
+
+
+WAYS: Dict[str, Way] = {"eager": eager, "separate": separate}
+
+
+@lru_cache(maxsize=1)
+def chosen_way() -> str:
+    """The way this process takes bundles; the same on every rank, fixed at the first call.
+
+    Raises:
+        RuntimeError: a way was asked for that cannot run here; the message names the unmet condition.
+    """
+    wanted = settings().fusion
+    if wanted == "eager":
+        return "eager"
+    unmet = separate_unmet()
+    if not unmet:
+        return "separate"
+    if wanted == "separate":
+        raise RuntimeError(f"{FUSION.name}=separate cannot run here: {unmet}. Use auto or eager.")
+    return "eager"
+
+
+def separate_unmet() -> str:
+    """The condition that keeps FlashInfer's fused all-reduce + norm from running; empty where it runs."""
+    from sglang.srt.layers import communicator as stock
+    from sglang.srt.layers.flashinfer_comm_fusion import is_flashinfer_allreduce_unavailable
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    return first_true(
+        (
+            (
+                lambda _: not (stock._is_sm90_supported or stock._is_sm100_supported),
+                "it needs an NVIDIA GPU of SM90 or SM100",
+            ),
+            (lambda _: not stock._is_flashinfer_available, "FlashInfer is not installed"),
+            (lambda _: get_parallel().tp_size == 1, "there is nothing to reduce at world size 1"),
+            (
+                lambda _: get_exec().comm.flashinfer_allreduce_fusion_backend is None,
+                "FlashInfer all-reduce fusion is off (--flashinfer-allreduce-fusion-backend)",
+            ),
+            (lambda _: is_flashinfer_allreduce_unavailable(), "FlashInfer's all-reduce workspace is unavailable"),
+        ),
+        None,
+    )
+
+
+def all_reduce(hidden_states: torch.Tensor) -> torch.Tensor:
+    """Sum ``[T, H]`` over the tensor-parallel group, as the stock MoE does after its experts."""
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_size == 1:
+        return hidden_states
+    return tensor_model_parallel_all_reduce(hidden_states)
+
+
+def keeps_because(communicator: Any, next_communicator: Any) -> str:
+    """Why a bundle cannot pass from one layer's communicator to the next's; empty where it can."""
+    return first_true(CARRY_GUARDS, (communicator, next_communicator))
+
+
+def _is_plain(communicator: Any) -> bool:
+    from sglang.srt.layers.communicator import LayerCommunicator
+
+    return type(communicator) is LayerCommunicator
+
+
+def _moves_tokens(communicators: Tuple[Any, Any]) -> bool:
+    from sglang.srt.layers.communicator import (
+        CommunicateSimpleFn,
+        CommunicateSummableTensorPairFn,
+        ScatterMode,
+    )
+
+    this, following = communicators
+    return (
+        this.layer_scatter_modes.mlp_mode != ScatterMode.FULL
+        or this._communicate_summable_tensor_pair_fn is not CommunicateSummableTensorPairFn._trivial
+        or following._communicate_simple_fn is not CommunicateSimpleFn._trivial
+    )
+
+
+CARRY_GUARDS: Tuple[Guard, ...] = (
+    (lambda pair: pair[1] is None, "the last layer of the model or of its pipeline stage"),
+    (lambda pair: not all(map(_is_plain, pair)), "a layer communicator of its own"),
+    (_moves_tokens, "tokens are scattered or gathered between the layers"),
+)
+
+
+def _check_hand_over(output: DeferredMoeOutput, residual: Optional[torch.Tensor]) -> None:
+    from sglang.srt.layers.communicator import get_attn_tp_context
+
+    if residual is None or residual.shape[0] != output.num_tokens:
+        rows = "no residual" if residual is None else f"a residual of {residual.shape[0]} rows"
+        raise RuntimeError(f"a deferred MoE output of {output.num_tokens} tokens arrived with {rows}")
+    if get_attn_tp_context().input_scattered:
+        raise RuntimeError("a deferred MoE output arrived at a layer whose input is scattered")
+
+
+def _enter_attention(communicator: Any, hidden_states: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    from sglang.srt.layers.communicator import AttentionInputs, get_attn_tp_context
+
+    hidden_states = communicator._communicate_simple_fn(
+        hidden_states=hidden_states, forward_batch=forward_batch, context=communicator._context
+    )
+    if communicator.qkv_latent_func is not None:
+        inputs = AttentionInputs(hidden_states, forward_batch, communicator.qkv_latent_func)
+        get_attn_tp_context().set_attn_inputs(inputs)
+    return hidden_states

@@ -1,0 +1,188 @@
+"""Whether an MoE layer defers its finalize, and whether the next layer takes the bundle.
+
+Both are decided before compute from facts that are the same on every rank of the group: a rank that
+decided otherwise than its peers would hang them or leave them half reduced. Facts that do not change
+after the model is built are checked once (``Deferral.of``), the others per forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Tuple
+
+import torch
+
+from ...environ import settings
+from .counters import COUNTERS
+from .deferred_output import DeferredMoeOutput, finalize
+from .moe_runner.producers import Producer, find_row
+
+# Each guard: a test that is true where a layer must not defer, and the reason in words.
+Guard = Tuple[Callable[[torch.nn.Module], bool], str]
+
+
+@dataclass
+class Deferral:
+    """How one MoE layer defers.
+
+    Attributes:
+        producer: runs the experts uncombined; None where the layer never defers.
+        reason: why it never does (empty where it does).
+        keeps_because: why the next layer cannot take its bundle (empty where it can).
+        carries_now: decided by the decoder layer for the forward under way, taken by the MoE in it.
+    """
+
+    layer_id: int
+    producer: Optional[Producer]
+    reason: str
+    keeps_because: str = "no next layer was linked"
+    carries_now: bool = False
+
+    @classmethod
+    def of(cls, moe: torch.nn.Module) -> "Deferral":
+        """Check a layer's configuration against the table and the guards; logged and counted once per layer."""
+        reason, producer = first_true(DEFER_GUARDS, moe), None
+        if not reason:
+            row, reason = find_row(moe.experts, moe.experts.w13_weight.device.type)
+            producer = row.make_producer(moe.experts) if row else None
+        COUNTERS.layers[moe.layer_id] = reason or "deferrable"
+        return cls(moe.layer_id, producer, reason)
+
+    def not_now(self, num_tokens: int) -> str:
+        """Why this forward of ``num_tokens`` tokens does not defer; empty where it does."""
+        if self.reason:
+            return self.reason
+        if num_tokens == 0:
+            return "no tokens on this rank"
+        if num_tokens > settings().max_tokens:
+            return "more tokens than SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS"
+        return _graph_that_cannot_hold_a_bundle()
+
+    def take_decision(self) -> bool:
+        """Whether the next layer takes this forward's bundle; good for one call."""
+        carries, self.carries_now = self.carries_now, False
+        return carries
+
+
+def deferral_of(moe: torch.nn.Module) -> Deferral:
+    """The layer's ``Deferral``, made on first use (weights and runner exist by then)."""
+    deferral = moe.__dict__.get("moe_deferral")
+    if deferral is None:
+        deferral = Deferral.of(moe)
+        moe.moe_deferral = deferral
+    return deferral
+
+
+def run_experts(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None):
+    """Run the routed experts: a bundle where this forward defers, else the stock result.
+
+    Args:
+        hidden_states: ``[T, H]``, the same T on every rank of the group.
+    """
+    deferral = deferral_of(moe)
+    reason = deferral.not_now(hidden_states.shape[0]) or _unfit_routing(topk_output)
+    if reason:
+        COUNTERS.not_deferred[reason] += 1
+        extra = {} if pre_quant_input is None else {"pre_quant_input": pre_quant_input}
+        return moe.experts(hidden_states, topk_output, **extra)
+    COUNTERS.deferred[moe.layer_id] += 1
+    return deferral.producer(hidden_states, topk_output, pre_quant_input)
+
+
+def finish_or_carry(
+    moe: torch.nn.Module, routed: DeferredMoeOutput, shared_output: Optional[torch.Tensor]
+):
+    """Add the shared-expert partial; finalize here unless the next layer takes the bundle."""
+    output = routed.with_shared_output(shared_output)
+    if deferral_of(moe).take_decision():
+        COUNTERS.carried[moe.layer_id] += 1
+        return output
+    COUNTERS.ways["in_layer"] += 1
+    return finalize(output)
+
+
+def first_true(guards: Tuple[Guard, ...], subject: Any) -> str:
+    return next((reason for holds, reason in guards if holds(subject)), "")
+
+
+def _graph_that_cannot_hold_a_bundle() -> str:
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
+        is_in_breakable_cuda_graph,
+    )
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager import (
+        is_in_tc_piecewise_cuda_graph,
+    )
+
+    if torch.compiler.is_compiling() or is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph():
+        return "a compiled, piecewise or breakable graph, which holds tensors only"
+    return ""
+
+
+def _unfit_routing(topk_output: Any) -> str:
+    from sglang.srt.layers.moe.topk import TopKOutputChecker
+
+    if TopKOutputChecker.format_is_standard(topk_output):
+        return ""
+    return "a routing format other than the standard one"
+
+
+def _is_wrapped(moe: torch.nn.Module) -> bool:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return type(moe.experts) is not FusedMoE
+
+
+def _parallel():
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
+
+
+def _uses_all_to_all(moe: torch.nn.Module) -> bool:
+    from sglang.srt.layers.moe import get_moe_a2a_backend, should_use_flashinfer_cutlass_moe_fp4_allgather
+
+    return not get_moe_a2a_backend().is_none() or should_use_flashinfer_cutlass_moe_fp4_allgather()
+
+
+def _uses_dp_attention(moe: torch.nn.Module) -> bool:
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+
+    return is_dp_attention_enabled()
+
+
+def _uses_sequence_parallel_norm(moe: torch.nn.Module) -> bool:
+    from sglang.srt.layers.layernorm_sp import layernorm_sp_enabled
+
+    return layernorm_sp_enabled()
+
+
+def _is_batch_invariant(moe: torch.nn.Module) -> bool:
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
+def _multiplexes_streams(moe: torch.nn.Module) -> bool:
+    from sglang.srt.runtime_context import get_disagg
+
+    return bool(get_disagg().enable_pdmux)
+
+
+DEFER_GUARDS: Tuple[Guard, ...] = (
+    (_is_wrapped, "the experts are wrapped or of another class (LoRA, expert parallel dispatch)"),
+    (lambda moe: moe.experts.reduce_results, "the experts reduce their own results"),
+    (lambda moe: moe._shared_expert_tp1, "the shared expert is replicated and added after the all-reduce"),
+    (lambda moe: moe._fuse_shared_experts_inside_sbo, "the shared expert runs inside single-batch overlap"),
+    (_uses_all_to_all, "an all-to-all or all-gather backend combines the experts"),
+    (
+        lambda moe: _parallel().moe_ep_size > 1 and _parallel().moe_tp_size > 1,
+        "hybrid expert and tensor parallelism reduces over two groups",
+    ),
+    (lambda moe: _parallel().moe_dp_size > 1, "MoE data parallelism"),
+    (lambda moe: _parallel().dwdp_size > 1, "distributed weight data parallelism"),
+    (lambda moe: _parallel().attn_cp_size > 1, "context parallelism"),
+    (_uses_dp_attention, "data-parallel attention"),
+    (_uses_sequence_parallel_norm, "sequence-parallel layer norm"),
+    (_is_batch_invariant, "deterministic inference"),
+    (_multiplexes_streams, "prefill and decode multiplexed on streams"),
+)

@@ -1,0 +1,124 @@
+"""The seams of ``deepseek_v2.py``: each is one call from the stock file, with the logic here.
+
+With deferral off every function here does what the stock line it replaced did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from functools import partial
+from typing import Any, Callable, Optional
+
+import torch
+
+from ..environ import settings
+from ..layers.communicator import all_reduce, chosen_way, keeps_because
+from ..layers.moe.deferral import Deferral, deferral_of, finish_or_carry, run_experts
+from ..layers.moe.deferred_output import is_deferred
+
+logger = logging.getLogger(__name__)
+
+
+def experts_or_deferred(moe: torch.nn.Module) -> Callable[..., Any]:
+    """What to call with ``(hidden_states, topk_output)`` in place of ``moe.experts``."""
+    return partial(run_experts, moe) if settings().defers else moe.experts
+
+
+def add_shared_output(moe: torch.nn.Module, stock_add: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """What to call in place of the stock shared-expert add, with the same four arguments."""
+
+    def add(experts, routed, shared_output: Optional[torch.Tensor], routed_scaling_factor: float):
+        if is_deferred(routed):
+            return finish_or_carry(moe, routed, shared_output)
+        return stock_add(experts, routed, shared_output, routed_scaling_factor)
+
+    return add
+
+
+def fuse_or_carry(layer: torch.nn.Module, forward_batch: Any, hidden_states: torch.Tensor) -> bool:
+    """Whether the next layer absorbs this layer's post-MoE all-reduce, by a bundle or the stock way.
+
+    Decides, before compute, whether the MoE under way hands on a bundle. ``hidden_states`` is its input, ``[T, H]``.
+    """
+    if settings().defers and _is_moe(layer.mlp):
+        deferral = deferral_of(layer.mlp)
+        deferral.carries_now = _carries(deferral, forward_batch, hidden_states.shape[0])
+        if deferral.carries_now:
+            return True
+    return layer.layer_communicator.should_fuse_mlp_allreduce_with_next_layer(forward_batch)
+
+
+def mark_for_next_layer(layer: torch.nn.Module, hidden_states: Any) -> Any:
+    """Mark an unreduced MoE output for the next layer's fused all-reduce; a bundle needs no mark.
+
+    Where a bundle was decided on and the MoE gave a tensor all the same, the all-reduce it left out is done here.
+    """
+    if is_deferred(hidden_states):
+        return hidden_states
+    if _decision_left_over(layer):
+        return all_reduce(hidden_states)
+    hidden_states._sglang_needs_allreduce_fusion = True
+    return hidden_states
+
+
+def tensor_or_none(hidden_states: Any) -> Optional[torch.Tensor]:
+    """A layer's input as an output buffer for its MoE: a bundle is none."""
+    return None if is_deferred(hidden_states) else hidden_states
+
+
+def link_boundaries(model: torch.nn.Module) -> None:
+    """Tell each MoE layer of this pipeline stage whether the layer after it can take its bundle.
+
+    Called once, when the layers are built, so that a wrong flag stops the server before it loads weights.
+
+    Raises:
+        FlagError: a flag holds a value it does not take.
+        RuntimeError: the way asked for cannot run here.
+    """
+    flags = settings()
+    if not flags.defers:
+        return
+    chosen_way()
+    stage = list(model.layers[model.start_layer : model.end_layer])
+    for layer, following in zip(stage, stage[1:] + [None]):
+        if _is_moe(layer.mlp):
+            deferral_of(layer.mlp).keeps_because = keeps_because(
+                layer.layer_communicator, following and following.layer_communicator
+            )
+    _log_links(stage)
+
+
+def _carries(deferral: Deferral, forward_batch: Any, num_tokens: int) -> bool:
+    from sglang.srt.layers.communicator import get_attn_tp_context
+
+    if deferral.keeps_because or deferral.not_now(num_tokens):
+        return False
+    # Two-batch overlap slices the hidden states, and scattered input splits them, before prepare_attn.
+    return not forward_batch.can_run_tbo and not get_attn_tp_context().input_scattered
+
+
+def _decision_left_over(layer: torch.nn.Module) -> bool:
+    return settings().defers and _is_moe(layer.mlp) and deferral_of(layer.mlp).take_decision()
+
+
+def _is_moe(mlp: torch.nn.Module) -> bool:
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    return isinstance(mlp, DeepseekV2MoE)
+
+
+def _log_links(stage) -> None:
+    outcome = defaultdict(list)
+    for layer in stage:
+        if not _is_moe(layer.mlp):
+            continue
+        deferral = deferral_of(layer.mlp)
+        if deferral.reason:
+            outcome[f"not deferred: {deferral.reason}"].append(layer.layer_id)
+        elif deferral.keeps_because:
+            outcome[f"finalized in the layer: {deferral.keeps_because}"].append(layer.layer_id)
+        else:
+            outcome[f"carried to the next layer, taken by {chosen_way()}"].append(layer.layer_id)
+    for what, layer_ids in outcome.items():
+        logger.info("MoE deferred finalize: layers %s %s", layer_ids, what)
