@@ -1,0 +1,1 @@
+"""Holds only the ops that SGLang imports from vLLM where there is no GPU."""

@@ -1,0 +1,32 @@
+"""What all tests share."""
+import pytest
+
+from cpu_serving import trees
+
+# SGLang's own test runner collects these; they need its test kits.
+collect_ignore = ["registered"]
+
+
+@pytest.fixture(scope="session")
+def overlay_tree(tmp_path_factory):
+    """A folder with the release's sglang package, the overlay of this checkout applied to it.
+
+    In a folder of this run, so that two runs side by side do not take it from each other.
+    """
+    return trees.overlay_tree(tmp_path_factory.mktemp("overlay") / "tree")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip GPU tests that were asked for on a machine without a GPU."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not _has_gpu():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()

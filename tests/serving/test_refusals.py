@@ -1,0 +1,50 @@
+"""A server whose flags ask for what it does not know or cannot do does not start, and says why."""
+import pytest
+
+from configurations import ENABLE, FUSION, Way, configuration_of
+from cpu_serving import trees
+from cpu_serving.server import ServerFailed, serve
+
+UNKNOWN_ENABLE = Way("enable-maybe", "overlay", ((ENABLE, "maybe"),))
+UNKNOWN_FUSION = Way("fusion-fused", "overlay", ((ENABLE, "1"), (FUSION, "fused")))
+UNMET_FUSION = Way("fusion-separate", "overlay", ((ENABLE, "1"), (FUSION, "separate")))
+
+
+@pytest.fixture
+def refusal_of(model, tree_of):
+    """The error a server ends with instead of starting."""
+
+    def get(way: Way) -> str:
+        configuration = configuration_of(way, tree_of(way.tree), model, tp=1)
+        with pytest.raises(ServerFailed, match="ended with status") as failure:
+            with serve(configuration, trees.LOGS / f"refusal-{way.name}.log"):
+                pass
+        return str(failure.value)
+
+    return get
+
+
+@pytest.mark.parametrize("way, valid", [
+    pytest.param(UNKNOWN_ENABLE, ("0", "1"), id="enable"),
+    pytest.param(UNKNOWN_FUSION, ("auto", "separate", "eager"), id="fusion"),
+])
+def test_an_unknown_value_is_refused(way, valid, refusal_of):
+    """The error names the flag, the value and the values there are."""
+    flag, value = way.flags[-1]
+    error = error_line(refusal_of(way), flag)
+    assert value in error
+    assert all(word in error.split("valid values")[1] for word in valid)
+
+
+def test_a_way_that_cannot_run_is_refused(refusal_of):
+    """The error names the flag, the value and the condition that a CPU does not meet."""
+    error = error_line(refusal_of(UNMET_FUSION), FUSION)
+    assert "separate" in error
+    assert "GPU" in error
+
+
+def error_line(text: str, flag: str) -> str:
+    """The last line that names the flag."""
+    named = [line for line in text.splitlines() if flag in line]
+    assert named, text
+    return named[-1]

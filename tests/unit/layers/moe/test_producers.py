@@ -1,0 +1,65 @@
+"""The producers' parts that need no SGLang: the native experts and the identity index."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput, finalize
+from sglang_overlay.srt.layers.moe.moe_runner.producers import TABLE, identity_index, run_experts_in_order
+
+EXPERTS, HIDDEN, INTERMEDIATE = 6, 16, 12
+
+
+def expert_weights(seed=0, bias=False):
+    random = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=random)
+    w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=random)
+    if not bias:
+        return w13, w2, None, None
+    return w13, w2, torch.randn(EXPERTS, 2 * INTERMEDIATE, generator=random), torch.randn(EXPERTS, HIDDEN, generator=random)
+
+
+def dense_moe(x, ids, weights, w13, w2, b13, b2, activation):
+    """Every token through each of its experts in float64, one by one."""
+    act = {"silu": F.silu, "gelu": F.gelu}[activation]
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(ids.shape[0]):
+        for expert, weight in zip(ids[token].tolist(), weights[token].double()):
+            if expert < 0:
+                continue
+            gate_up = w13[expert].double() @ x[token].double() + (0 if b13 is None else b13[expert].double())
+            gate, up = gate_up[:INTERMEDIATE], gate_up[INTERMEDIATE:]
+            out[token] += weight * (w2[expert].double() @ (act(gate) * up) + (0 if b2 is None else b2[expert].double()))
+    return out
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("masked", [0.0, 0.5, 1.0])
+def test_native_experts_then_finalize_is_the_moe(activation, bias, masked):
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(9, HIDDEN, generator=random)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=random)[:3] for _ in range(9)]).int()
+    ids = torch.where(torch.rand(9, 3, generator=random) < masked, -1, ids)
+    weights = torch.rand(9, 3, generator=random)
+    experts = expert_weights(bias=bias)
+    rows = run_experts_in_order(x, ids, *experts, activation)
+    index = rows.expanded_idx_to_permuted_idx
+    assert index.dtype == torch.int32 and (index < 0).equal(ids < 0)
+    assert sorted(index[index >= 0].tolist()) == list(range(rows.gemm2_out.shape[0]))
+    out = finalize(DeferredMoeOutput(rows.gemm2_out, index, weights, 9, 3, HIDDEN))
+    reference = dense_moe(x, ids, weights, *experts, activation)
+    assert (out.double() - reference).norm() <= 1e-6 * max(reference.norm().item(), 1e-30)
+
+
+def test_identity_index_marks_pairs_without_a_local_expert():
+    ids = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
+    assert identity_index(ids).tolist() == [[0, -1], [2, 3]]
+    assert identity_index(ids).dtype == torch.int32
+
+
+def test_the_table_names_each_configuration_once():
+    keys = [(row.quant_method, row.runner_backend, row.device) for row in TABLE]
+    assert len(keys) == len(set(keys))
+    assert {row.weight_dtype for row in TABLE} == {torch.float32}
+    assert {row.scale for row in TABLE} <= {"finalize", "model"}

@@ -1,0 +1,43 @@
+"""Our registered tests are what SGLang's own collector takes, and the CPU one passes in a patched tree."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
+
+REGISTERED = Path(__file__).resolve().parents[2] / "registered"
+FILES = sorted(REGISTERED.rglob("test_*.py"))
+COLLECT = """
+import sys
+from sglang.test.ci.ci_register import collect_tests
+for test in collect_tests(sys.argv[1:], sanity_check=True):
+    print(test.backend.name, test.filename)
+"""
+
+
+@pytest.fixture(scope="module")
+def python(overlay_tree):
+    """Run Python with the patched tree on its path."""
+    path = os.pathsep.join(map(str, (overlay_tree, *SUPPORT_PATHS)))
+    environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": path}
+
+    def run(*arguments):
+        return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_sglangs_collector_takes_every_registered_test(python):
+    collected = python("-c", COLLECT, *map(str, FILES))
+    assert collected.returncode == 0, collected.stderr
+    assert {Path(line.split(" ", 1)[1]) for line in collected.stdout.splitlines()} == set(FILES)
+
+
+def test_the_cpu_test_passes(python):
+    done = python(str(REGISTERED / "moe" / "test_moe_deferred_finalize_cpu.py"))
+    assert done.returncode == 0, done.stderr
+    assert "Ran 2 tests" in done.stderr and "OK" in done.stderr

@@ -1,0 +1,57 @@
+"""The flags: what they take, what they refuse, and that the documented table is the code's."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_overlay.srt.environ import ENABLE, FLAGS, FUSION, MAX_TOKENS, FlagError, parse
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_unset_flags_mean_auto_and_stock():
+    flags = parse({})
+    assert (flags.enable, flags.fusion, flags.max_tokens) == ("auto", "auto", 192)
+    assert not flags.defers
+
+
+@pytest.mark.parametrize("word, enable", [("1", "1"), ("TRUE", "1"), ("y", "1"), ("0", "0"), ("No", "0"), ("", "auto"), (" 1 ", "1")])
+def test_enable_takes_the_words_stock_takes(word, enable):
+    flags = parse({ENABLE.name: word})
+    assert flags.enable == enable
+    assert flags.defers == (enable == "1")
+
+
+def test_max_tokens_zero_disables():
+    assert not parse({ENABLE.name: "1", MAX_TOKENS.name: "0"}).defers
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [(ENABLE, "maybe"), (ENABLE, "2"), (FUSION, "turbo"), (MAX_TOKENS, "-1"), (MAX_TOKENS, "many"), (MAX_TOKENS, "1.5")],
+)
+def test_an_unknown_value_is_named_with_the_values_taken(flag, value):
+    with pytest.raises(FlagError) as refused:
+        parse({flag.name: value})
+    assert f"{flag.name}={value}" in str(refused.value)
+    assert flag.values in str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["fused", "flashinfer"])
+def test_a_way_to_come_is_refused_by_name(way):
+    with pytest.raises(FlagError, match=f"{FUSION.name}={way}.*does not have it yet"):
+        parse({FUSION.name: way})
+
+
+def test_readme_table_is_the_table_in_code():
+    readme = (REPOSITORY / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(SGLANG_\w+)` \| `?([^|`]*)`? \|", readme, re.MULTILINE))
+    assert rows == {flag.name: flag.default for flag in FLAGS}
+
+
+def test_every_flag_the_code_reads_is_in_the_table():
+    names = set()
+    for source in (REPOSITORY / "sglang_overlay").rglob("*.py"):
+        names |= set(re.findall(r"SGLANG_[A-Z0-9_]+", source.read_text()))
+    assert names == {flag.name for flag in FLAGS}
