@@ -26,13 +26,14 @@ _DESCRIBED = re.compile(r"(?P<tag>.+)-(?P<distance>\d+)-g[0-9a-f]+")
 
 @dataclass(frozen=True)
 class Release:
-    """A released wheel, pinned."""
+    """A released wheel of one project on the package index, pinned."""
 
     version: str
     file: str
     sha256: str
     python: str
     platform: str
+    project: str = "sglang"
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def fetch_wheel(project: Project, release: Release) -> Path:
     kept = project.build / release.file
     if _is_pinned(kept, release):
         return kept
-    print(f"fetching sglang {release.version} ...", file=sys.stderr)
+    print(f"fetching {release.project} {release.version} ...", file=sys.stderr)
     try:
         project.build.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=project.build, prefix=".fetch-") as passing:
@@ -69,7 +69,7 @@ def _is_pinned(path: Path, release: Release) -> bool:
 def _download(folder: Path, release: Release) -> Path:
     """Download a wheel with pip, from wherever pip is set up to look."""
     requirement = folder / "requirement.txt"
-    requirement.write_text(f"sglang=={release.version} --hash=sha256:{release.sha256}\n")
+    requirement.write_text(f"{release.project}=={release.version} --hash=sha256:{release.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--implementation", "cp"]
     command += ["--python-version", release.python, "--platform", release.platform]
@@ -89,7 +89,7 @@ def _last_error(output: str) -> str:
 
 def _not_to_be_had(release: Release, why: str) -> Refused:
     return Refused(
-        f"cannot fetch sglang {release.version}: {why}",
+        f"cannot fetch {release.project} {release.version}: {why}",
         file=release.file,
         expected=f"sha256 {release.sha256}",
         remedy="see that `python -m pip` works and reaches a package index, or give a TARGET of your own",

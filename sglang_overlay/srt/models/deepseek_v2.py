@@ -25,6 +25,16 @@ def experts_or_deferred(moe: torch.nn.Module) -> Callable[..., Any]:
     return partial(run_experts, moe) if settings().defers else moe.experts
 
 
+def stock_defers(moe: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
+    """Whether the stock dual-stream forward may defer by its own means, which finalize within the layer.
+
+    Not where this forward of ``hidden_states`` ``[T, H]`` defers through the overlay: only a bundle can be handed on.
+    """
+    if settings().defers and not deferral_of(moe).not_now(hidden_states.shape[0]):
+        return False
+    return moe.experts.supports_deferred_finalize
+
+
 def add_shared_output(moe: torch.nn.Module, stock_add: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """What to call in place of the stock shared-expert add, with the same four arguments."""
 

@@ -15,7 +15,8 @@ import torch
 from ...environ import settings
 from .counters import COUNTERS
 from .deferred_output import DeferredMoeOutput, finalize
-from .moe_runner.producers import Producer, find_row
+from .moe_runner.producers import find_row
+from .moe_runner.row import Producer, Row
 
 # Each guard: a test that is true where a layer must not defer, and the reason in words.
 Guard = Tuple[Callable[[torch.nn.Module], bool], str]
@@ -26,13 +27,14 @@ class Deferral:
     """How one MoE layer defers.
 
     Attributes:
-        producer: runs the experts uncombined; None where the layer never defers.
+        row, producer: its configuration, and what runs its experts uncombined; None where it never defers.
         reason: why it never does (empty where it does).
         keeps_because: why the next layer cannot take its bundle (empty where it can).
         carries_now: decided by the decoder layer for the forward under way, taken by the MoE in it.
     """
 
     layer_id: int
+    row: Optional[Row]
     producer: Optional[Producer]
     reason: str
     keeps_because: str = "no next layer was linked"
@@ -41,12 +43,12 @@ class Deferral:
     @classmethod
     def of(cls, moe: torch.nn.Module) -> "Deferral":
         """Check a layer's configuration against the table and the guards; logged and counted once per layer."""
-        reason, producer = first_true(DEFER_GUARDS, moe), None
+        reason, row = first_true(DEFER_GUARDS, moe), None
         if not reason:
             row, reason = find_row(moe.experts, moe.experts.w13_weight.device.type)
-            producer = row.make_producer(moe.experts) if row else None
+        producer = row.make_producer(moe.experts) if row else None
         COUNTERS.layers[moe.layer_id] = reason or "deferrable"
-        return cls(moe.layer_id, producer, reason)
+        return cls(moe.layer_id, row, producer, reason)
 
     def not_now(self, num_tokens: int) -> str:
         """Why this forward of ``num_tokens`` tokens does not defer; empty where it does."""
@@ -80,7 +82,7 @@ def run_experts(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_output: 
         hidden_states: ``[T, H]``, the same T on every rank of the group.
     """
     deferral = deferral_of(moe)
-    reason = deferral.not_now(hidden_states.shape[0]) or _unfit_routing(topk_output)
+    reason = deferral.not_now(hidden_states.shape[0]) or deferral.row.unfit_routing(topk_output)
     if reason:
         COUNTERS.not_deferred[reason] += 1
         extra = {} if pre_quant_input is None else {"pre_quant_input": pre_quant_input}
@@ -116,14 +118,6 @@ def _graph_that_cannot_hold_a_bundle() -> str:
     if torch.compiler.is_compiling() or is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph():
         return "a compiled, piecewise or breakable graph, which holds tensors only"
     return ""
-
-
-def _unfit_routing(topk_output: Any) -> str:
-    from sglang.srt.layers.moe.topk import TopKOutputChecker
-
-    if TopKOutputChecker.format_is_standard(topk_output):
-        return ""
-    return "a routing format other than the standard one"
 
 
 def _is_wrapped(moe: torch.nn.Module) -> bool:

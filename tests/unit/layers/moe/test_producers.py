@@ -61,5 +61,5 @@ def test_identity_index_marks_pairs_without_a_local_expert():
 def test_the_table_names_each_configuration_once():
     keys = [(row.quant_method, row.runner_backend, row.device) for row in TABLE]
     assert len(keys) == len(set(keys))
-    assert {row.weight_dtype for row in TABLE} == {torch.float32}
-    assert {row.scale for row in TABLE} <= {"finalize", "model"}
+    assert {row.weight_dtype for row in TABLE} <= {torch.float32, torch.bfloat16}
+    assert {row.scale for row in TABLE} <= {"finalize", "kernel", "model", "top-k"}

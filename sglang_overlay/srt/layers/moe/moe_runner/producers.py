@@ -1,44 +1,21 @@
 """Which MoE configurations can hand on their expert outputs uncombined, and how each does it.
 
-The table has one row per (quantisation method, runner backend, device). A configuration that no row
-names is not deferred. Where the routed scaling factor is still to be applied is part of a producer's
+The table has one row per (quantisation method, runner backend, device), which says what routing format the
+configuration takes. A configuration that no row names is not deferred. Where the routed scaling factor is still to be applied is part of a producer's
 result: it is the bundle's ``routed_scaling_factor``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Callable, NamedTuple, Optional, Tuple
+from dataclasses import replace
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 
 from ..deferred_output import DeferredMoeOutput
-
-Producer = Callable[..., DeferredMoeOutput]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One deferrable configuration.
-
-    Attributes:
-        quant_method: class name of the layer's quantisation method.
-        runner_backend: SGLang's name of the MoE runner.
-        device: ``cuda`` or ``cpu``.
-        weight_dtype: dtype of the expert weights the routing hands over.
-        scale: who multiplies the routed scaling factor: ``finalize`` (the bundle carries it) or
-            ``model`` (the model code multiplies it onto the bundle, as it does onto a tensor).
-        make_producer: ``(experts) -> Producer``, called once per layer.
-    """
-
-    quant_method: str
-    runner_backend: str
-    device: str
-    weight_dtype: torch.dtype
-    scale: str
-    make_producer: Callable[[torch.nn.Module], Producer]
-
+from . import flashinfer_trtllm
+from .row import Producer, Row, dispatch
 
 class ExpertRows(NamedTuple):
     """Expert outputs in expert order, ``[P, H]``, and the row of each (token, k), ``[T, K]`` int32."""
@@ -62,7 +39,7 @@ def triton_producer(experts: torch.nn.Module) -> Producer:
     scale = 1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor)
 
     def produce(hidden_states, topk_output, pre_quant_input=None) -> DeferredMoeOutput:
-        dispatched = _dispatch(experts, hidden_states, topk_output, pre_quant_input)
+        dispatched = dispatch(experts, hidden_states, topk_output, pre_quant_input)
         quant_info = experts.quant_method.get_triton_quant_info(experts)
         rows = runner.run(dispatched, quant_info).hidden_states
         topk_ids = dispatched.topk_output.topk_ids
@@ -83,7 +60,7 @@ def native_producer(experts: torch.nn.Module) -> Producer:
     """
 
     def produce(hidden_states, topk_output, pre_quant_input=None) -> DeferredMoeOutput:
-        dispatched = _dispatch(experts, hidden_states, topk_output, pre_quant_input)
+        dispatched = dispatch(experts, hidden_states, topk_output, pre_quant_input)
         rows = run_experts_in_order(
             dispatched.hidden_states,
             dispatched.topk_output.topk_ids,
@@ -98,30 +75,14 @@ def native_producer(experts: torch.nn.Module) -> Producer:
     return produce
 
 
-CUDA_TRITON_METHODS = (
-    "UnquantizedFusedMoEMethod",
-    "Fp8MoEMethod",
-    "W8A8FP8MoEMethod",
-    "W8A8Int8MoEMethod",
-    "BlockInt8MoEMethod",
-)
-TABLE: Tuple[Row, ...] = (
-    Row("UnquantizedFusedMoEMethod", "triton", "cpu", torch.float32, "model", native_producer),
-    *(
-        Row(method, "triton", "cuda", torch.float32, "finalize", triton_producer)
-        for method in CUDA_TRITON_METHODS
-    ),
-)
-
-
 def find_row(experts: torch.nn.Module, device: str) -> Tuple[Optional[Row], str]:
     """The table's row for a layer's experts, or None and the reason there is none."""
     method = type(experts.quant_method).__name__
     runner = getattr(experts.quant_method, "runner", None)
     backend = getattr(getattr(runner, "runner_backend", None), "value", "none")
     for row in TABLE:
-        if (row.quant_method, row.runner_backend, row.device) == (method, backend, device):
-            reason = _unfit_config(experts, row)
+        if row.key == (method, backend, device):
+            reason = _unfit_config(experts) or row.unfit(experts)
             return (None, reason) if reason else (row, "")
     return None, f"no deferrable configuration for {method} with the {backend} runner on {device}"
 
@@ -178,13 +139,6 @@ def _of(bias: Optional[torch.Tensor], expert: int) -> Optional[torch.Tensor]:
     return None if bias is None else bias[expert]
 
 
-def _dispatch(experts, hidden_states, topk_output, pre_quant_input):
-    dispatched = experts.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
-    if pre_quant_input is not None and dispatched.hidden_states_scale is None:
-        dispatched = dispatched._replace(hidden_states_pre_quant=pre_quant_input)
-    return dispatched
-
-
 def _bundle(rows: ExpertRows, topk_weights, hidden_states, scale: float) -> DeferredMoeOutput:
     num_tokens, top_k = topk_weights.shape
     return DeferredMoeOutput(
@@ -198,16 +152,13 @@ def _bundle(rows: ExpertRows, topk_weights, hidden_states, scale: float) -> Defe
     )
 
 
-def _unfit_config(experts: torch.nn.Module, row: Row) -> str:
-    config = experts.moe_runner_config
-    if config.apply_router_weight_on_input:
+def _unfit_config(experts: torch.nn.Module) -> str:
+    if experts.moe_runner_config.apply_router_weight_on_input:
         return "the router weight is applied to the experts' input"
-    if row.device == "cpu":
-        return _unfit_native_config(experts)
     return ""
 
 
-def _unfit_native_config(experts: torch.nn.Module) -> str:
+def _unfit_native(experts: torch.nn.Module) -> str:
     config = experts.moe_runner_config
     if getattr(experts, "use_intel_amx_backend", False):
         return "the CPU engine combines experts inside its own kernel"
@@ -216,3 +167,20 @@ def _unfit_native_config(experts: torch.nn.Module) -> str:
     if any(value is not None for value in (config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit)):
         return "a clamped or scaled SwiGLU on a CPU"
     return ""
+
+
+CUDA_TRITON_METHODS = (
+    "UnquantizedFusedMoEMethod",
+    "Fp8MoEMethod",
+    "W8A8FP8MoEMethod",
+    "W8A8Int8MoEMethod",
+    "BlockInt8MoEMethod",
+)
+TABLE: Tuple[Row, ...] = (
+    Row("UnquantizedFusedMoEMethod", "triton", "cpu", "standard", torch.float32, "model", native_producer, _unfit_native),
+    *(
+        Row(method, "triton", "cuda", "standard", torch.float32, "finalize", triton_producer)
+        for method in CUDA_TRITON_METHODS
+    ),
+    *flashinfer_trtllm.ROWS,
+)

@@ -1,0 +1,263 @@
+"""A stand-in for FlashInfer's TRT-LLM MoE kernels, which exist for SM100 only: their contract, in torch.
+
+Follows the docstrings of FlashInfer 0.6.18 (``fused_moe/core.py``). With ``do_finalize=False`` a function returns
+``[gemm2_out, expert_weights, expanded_idx_to_permuted_idx]``:
+
+* ``gemm2_out`` ``[P, H]`` bf16: expert by expert, each expert's rows padded to a multiple of ``TILE``, and more padding at
+  the end. Padding rows are NaN here, so that whoever reads one shows it.
+* ``expert_weights`` ``[T, K]``: bf16 where the function routes or unpacks; the caller's own tensor where ids and weights came apart.
+* ``expanded_idx_to_permuted_idx`` ``[T * K]`` int32: the row of each (token, k); -1 where the expert is not local, or masked.
+
+Installed as a FlashInfer before 0.6.15, it hands bf16 weights over in a buffer labelled fp32 where the logits are fp32, as that one
+did (flashinfer#3595).
+
+Only routing from logits applies ``routed_scaling_factor``. What is left out: shuffled weight layouts, quantisation between
+the two GEMMs, activations other than plain SwiGLU (up rows before gate rows), per-tensor scales other than 1, biases; asking for one
+of those is an error. Experts compute in float64, so that a row depends on its token and expert alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import IntEnum
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+
+TILE = 8
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+ROUTES_LIKE_DEEPSEEK_V3 = 2
+CALLS: list = []
+
+
+class Fp8QuantizationType(IntEnum):
+    NoneFp8 = 0
+    DeepSeekFp8 = 1
+    MxFp8 = 2
+
+
+class ActivationType(IntEnum):
+    Gelu = 0
+    Silu = 2
+    Swiglu = 3
+    Geglu = 4
+    Relu2 = 6
+    Situ = 10
+
+
+class Routed(NamedTuple):
+    """Global expert ids ``[T, K]`` (negative: masked) and the weights ``[T, K]`` in the dtype that is returned."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class Experts(NamedTuple):
+    """Dequantised local experts in float64: ``[E, 2I, H]``, up rows before gate rows, and ``[E, H, I]``."""
+
+    gemm1: torch.Tensor
+    gemm2: torch.Tensor
+
+
+def route(logits, bias, top_k, n_group, topk_group, factor) -> Routed:
+    """DeepSeek-V3's routing (arXiv 2412.19437, section 2.1.2): sigmoid scores, groups chosen by their two best biased scores,
+    experts by biased score within them, weights the plain scores normalised, times the factor, in bf16."""
+    scores = logits.float().sigmoid()
+    biased = scores if bias is None else scores + bias.float()
+    if n_group and n_group > 1:
+        by_group = biased.unflatten(-1, (n_group, -1))
+        best_groups = by_group.topk(2).values.sum(-1).topk(topk_group).indices
+        allowed = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter(-1, best_groups, True)
+        biased = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
+    ids = biased.topk(top_k).indices
+    weights = scores.gather(-1, ids)
+    weights = weights / weights.sum(-1, keepdim=True) * (1.0 if factor is None else factor)
+    return Routed(ids, weights.bfloat16())
+
+
+def given(topk_ids) -> Routed:
+    """Routing made elsewhere: a pair of ids and weights, or both packed as ``id << 16 | bits of the bf16 weight``."""
+    if isinstance(topk_ids, tuple):
+        ids, weights = topk_ids
+        assert ids.dtype == torch.int32 and weights.dtype in (torch.bfloat16, torch.float32)
+        return Routed(ids.long(), weights)
+    assert topk_ids.dtype == torch.int32
+    low = topk_ids & 0xFFFF
+    bits = torch.where(low >= 0x8000, low - 0x10000, low).to(torch.int16)
+    return Routed((topk_ids >> 16).long(), bits.view(torch.bfloat16))
+
+
+def expert_rows(x: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
+    """What one expert gives for ``x`` ``[n, H]`` float64: ``[n, H]`` bf16."""
+    up, gate = (x @ experts.gemm1[expert].T).chunk(2, dim=-1)
+    return ((F.silu(gate) * up) @ experts.gemm2[expert].T).bfloat16()
+
+
+def run(x: torch.Tensor, experts: Experts, routed: Routed, offset: int, do_finalize: bool, output) -> list:
+    """One call of a kernel whose experts ``offset`` and up are local. See the module's docstring."""
+    top_k = routed.ids.shape[1]
+    local = (routed.ids - offset).flatten()
+    index = torch.full_like(local, -1, dtype=torch.int32)
+    blocks, rows = [], 0
+    for expert in range(experts.gemm1.shape[0]):
+        (pairs,) = torch.where((local == expert) & (routed.ids.flatten() >= 0))
+        index[pairs] = torch.arange(rows, rows + len(pairs), dtype=torch.int32)
+        padding = torch.full((-len(pairs) % TILE, x.shape[1]), float("nan"), dtype=torch.bfloat16)
+        blocks += [expert_rows(x[pairs // top_k], experts, expert), padding]
+        rows += len(pairs) + len(padding)
+    gemm2_out = torch.cat([*blocks, torch.full((5 * TILE, x.shape[1]), float("nan"), dtype=torch.bfloat16)])
+    if not do_finalize:
+        return [gemm2_out, routed.weights, index]
+    picked = torch.where(index[:, None] < 0, 0.0, gemm2_out[index.clamp_min(0).long()].float())
+    finished = (picked.view(-1, top_k, x.shape[1]) * routed.weights.float()[..., None]).sum(1).bfloat16()
+    return [finished if output is None else output.copy_(finished)]
+
+
+def from_fp4(packed: torch.Tensor, scale: Optional[torch.Tensor]) -> torch.Tensor:
+    """E2M1 codes, the low half of a byte first, times a scale per 16 (e4m3) or per 32 (e8m0) of them; in float64.
+
+    Values that are not packed come back as they are.
+    """
+    if packed.dtype not in (torch.uint8, torch.int8):
+        assert scale is None
+        return packed.double()
+    codes = torch.stack([packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4], -1).flatten(-2).long()
+    values = E2M1[codes & 7].double() * torch.where(codes >= 8, -1.0, 1.0)
+    block = values.shape[-1] // scale.shape[-1]
+    kind = {16: torch.float8_e4m3fn, 32: torch.float8_e8m0fnu}[block]
+    return values * scale.view(torch.uint8).view(kind).double().repeat_interleave(block, -1)
+
+
+def from_fp8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """E4M3 values ``[..., M, K]`` times one fp32 scale per 128 x 128, or per 1 x 128 where ``scale`` has M rows; in float64."""
+    assert values.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    rows = values.shape[-2] // scale.shape[-2]
+    return values.double() * scale.double().repeat_interleave(rows, -2).repeat_interleave(128, -1)
+
+
+def trtllm_fp4_block_scale_moe(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm1_bias, gemm1_alpha, gemm1_beta, gemm1_clamp_limit,
+    gemm2_weights, gemm2_weights_scale, gemm2_bias,
+    output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar,
+    num_experts, top_k, n_group, topk_group, intermediate_size, local_expert_offset, local_num_experts,
+    routed_scaling_factor, routing_method_type=0, do_finalize=True, enable_pdl=None, activation_type=3,
+    per_token_scale=None, output=None, tune_max_num_tokens=8192, norm_topk_prob=True, routing_replay_out=None,
+    num_fused_shared_experts=None,
+):
+    assert routing_method_type == ROUTES_LIKE_DEEPSEEK_V3
+    routed = route(routing_logits, routing_bias, top_k, n_group, topk_group, routed_scaling_factor)
+    return fp4("trtllm_fp4_block_scale_moe", routed, locals())
+
+
+def trtllm_fp4_block_scale_routed_moe(
+    topk_ids, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm1_bias, gemm1_alpha, gemm1_beta, gemm1_clamp_limit,
+    gemm2_weights, gemm2_weights_scale, gemm2_bias,
+    output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar,
+    num_experts, top_k, n_group, topk_group, intermediate_size, local_expert_offset, local_num_experts,
+    routed_scaling_factor, routing_method_type=0, do_finalize=True, enable_pdl=None, activation_type=3,
+    per_token_scale=None, output=None, tune_max_num_tokens=8192, gemm1_lora_delta=None,
+):
+    return fp4("trtllm_fp4_block_scale_routed_moe", given(topk_ids), locals())
+
+
+def trtllm_fp8_block_scale_moe(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    num_experts, top_k, n_group, topk_group, intermediate_size, local_expert_offset, local_num_experts,
+    routed_scaling_factor, routing_method_type=0, use_shuffled_weight=False, weight_layout=0, do_finalize=True,
+    enable_pdl=None, tune_max_num_tokens=8192, fp8_quantization_type=Fp8QuantizationType.DeepSeekFp8,
+    num_fused_shared_experts=None, activation_type=3, norm_topk_prob=True, routing_replay_out=None,
+    gemm1_alpha=None, gemm1_beta=None, gemm1_clamp_limit=None, output=None,
+):
+    assert routing_method_type == ROUTES_LIKE_DEEPSEEK_V3
+    routed = route(routing_logits, routing_bias, top_k, n_group, topk_group, routed_scaling_factor)
+    return fp8("trtllm_fp8_block_scale_moe", routed, locals())
+
+
+def trtllm_fp8_block_scale_routed_moe(
+    topk_ids, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    num_experts, top_k, n_group, topk_group, intermediate_size, local_expert_offset, local_num_experts,
+    routed_scaling_factor, routing_method_type=0, use_shuffled_weight=False, weight_layout=0, do_finalize=True,
+    enable_pdl=None, gemm1_lora_delta=None, output=None, tune_max_num_tokens=8192,
+    fp8_quantization_type=Fp8QuantizationType.DeepSeekFp8, activation_type=3,
+    gemm1_alpha=None, gemm1_beta=None, gemm1_clamp_limit=None,
+):
+    return fp8("trtllm_fp8_block_scale_routed_moe", given(topk_ids), locals())
+
+
+FUNCTIONS = (
+    trtllm_fp4_block_scale_moe,
+    trtllm_fp4_block_scale_routed_moe,
+    trtllm_fp8_block_scale_moe,
+    trtllm_fp8_block_scale_routed_moe,
+)
+
+
+def fp4(name: str, routed: Routed, call: dict) -> list:
+    """A 4-bit call; a list in either case, as the real functions return."""
+    for scale in ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar"):
+        assert bool((call[scale] == 1).all()), f"{scale} other than 1 is not modelled"
+    x = from_fp4(call["hidden_states"], call["hidden_states_scale"])
+    experts = Experts(*(from_fp4(call[f"{gemm}_weights"], call[f"{gemm}_weights_scale"]) for gemm in ("gemm1", "gemm2")))
+    return checked(name, x, experts, routed, call)
+
+
+def fp8(name: str, routed: Routed, call: dict):
+    """An 8-bit call; the finished tensor itself where it finalizes, as the real functions return."""
+    assert call["fp8_quantization_type"] is Fp8QuantizationType.DeepSeekFp8 and not call["use_shuffled_weight"]
+    x = from_fp8(call["hidden_states"], call["hidden_states_scale"].T)
+    experts = Experts(*(from_fp8(call[f"{gemm}_weights"], call[f"{gemm}_weights_scale"]) for gemm in ("gemm1", "gemm2")))
+    returned = checked(name, x, experts, routed, call)
+    return returned[0] if call["do_finalize"] else returned
+
+
+NOT_MODELLED = (
+    "gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm1_lora_delta",
+    "per_token_scale", "routing_replay_out", "num_fused_shared_experts",
+)
+
+
+def checked(name: str, x: torch.Tensor, experts: Experts, routed: Routed, call: dict) -> list:
+    """Run a call after looking at what it asks for, and write it down in ``CALLS``."""
+    asked = [argument for argument in NOT_MODELLED if call.get(argument) is not None]
+    assert not asked and call["activation_type"] == ActivationType.Swiglu, asked
+    assert call["top_k"] == routed.ids.shape[1] and call["local_num_experts"] == experts.gemm1.shape[0]
+    assert experts.gemm2.shape[1:] == (x.shape[1], call["intermediate_size"])
+    CALLS.append({"name": name, "do_finalize": call["do_finalize"], "output": call["output"] is not None})
+    returned = run(x, experts, routed, call["local_expert_offset"], call["do_finalize"], call["output"])
+    if mislabels() and not call["do_finalize"] and "routing_logits" in call and call["routing_logits"].dtype == torch.float32:
+        returned[1] = under_fp32_label(returned[1])
+    return returned
+
+
+def under_fp32_label(weights: torch.Tensor) -> torch.Tensor:
+    """bf16 weights ``[T, K]`` at the front of a ``[T, K]`` fp32 buffer, the rest of it NaN."""
+    buffer = torch.full(weights.shape, float("nan"))
+    buffer.view(torch.bfloat16).flatten()[: weights.numel()] = weights.flatten()
+    return buffer
+
+
+def mislabels() -> bool:
+    return tuple(map(int, sys.modules["flashinfer"].__version__.split(".")[:3])) < (0, 6, 15)
+
+
+def install(version: str = "0.6.18") -> None:
+    """Put the stand-in where ``import flashinfer`` finds it."""
+    names = {function.__name__: function for function in FUNCTIONS}
+    names.update(ActivationType=ActivationType, Fp8QuantizationType=Fp8QuantizationType)
+    add_module("flashinfer", __version__=version, __path__=[])
+    add_module("flashinfer.fused_moe", __path__=[], **names)
+    add_module("flashinfer.fused_moe.core", **names)
+
+
+def add_module(name: str, **contents: Any) -> None:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, loader=None)
+    vars(module).update(contents)
+    sys.modules[name] = module
