@@ -4,7 +4,6 @@
         print(server.generate([5, 6, 7], new_tokens=4).tokens)
 """
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SUPPORT_PATHS = (HERE / "shim", HERE / "plugin")
-START_LIMIT = 300.0  # seconds; a start takes about 15 s for one rank on two cores, 30 s for two
+START_LIMIT = 600.0  # seconds, for busy machines; on two idle cores a start takes about 15 s, 30 s for two ranks
 REQUEST_LIMIT = 120.0
 STOP_LIMIT = 10.0
 LOG_TAIL_LINES = 40
@@ -41,8 +40,6 @@ SERVER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else every health check is a forward
 }
-LIBC = ctypes.CDLL(None)  # loaded here, since little may be done between fork and exec
-PR_SET_PDEATHSIG = 1
 LOG_NOISE = ("nanobind:", " - leaked ", " - ... skipped remainder", "See https://nanobind")
 
 
@@ -157,11 +154,12 @@ def serve(configuration: Configuration, log: Path, start_limit: float = START_LI
         with log.open("wb") as output:
             process = subprocess.Popen(
                 configuration.command(port), env=environment, cwd=scratch, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent)
+                stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            server = Server(port, log)
-            _wait_until_healthy(server, process, start_limit)
-            yield server
+            with _guard(process.pid):
+                server = Server(port, log)
+                _wait_until_healthy(server, process, start_limit)
+                yield server
         finally:
             _stop_group(process)
 
@@ -226,6 +224,18 @@ def _wait_until_healthy(server: Server, process: subprocess.Popen, limit: float)
         time.sleep(0.3)
 
 
+@contextlib.contextmanager
+def _guard(group: int) -> Iterator[None]:
+    """Have a process group killed even if this process is: the guard's input then ends."""
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(group)], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
+
+
 def _stop_group(process: subprocess.Popen) -> None:
     """Kill the server's whole process group and remove the shared memory it leaves.
 
@@ -263,11 +273,6 @@ def _shared_memory_of(pid: int) -> set[Path]:
         return set()
     paths = (line.split(maxsplit=5)[5] for line in mappings if " /dev/shm/" in line)
     return {Path(path) for path in paths if not path.endswith(" (deleted)")}
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill the server if this process is itself killed; SGLang does the same for its workers."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _generation(reply: dict) -> Generation:
