@@ -36,7 +36,7 @@ def take_deferred(
     _check_hand_over(output, residual)
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
-    way = chosen_way()
+    way = way_for(output.num_tokens)
     COUNTERS.ways[way] += 1
     hidden_states, residual = WAYS[way](communicator.input_layernorm, output, residual)
     return _enter_attention(communicator, hidden_states, forward_batch), residual
@@ -53,6 +53,7 @@ def separate(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: to
 
     Calls the fused op itself: where it declines, the stock norm would go on without the all-reduce.
     """
+    from sglang.srt.layers.communicator import FUSE_ALLREDUCE_MAX_BATCH_SIZE
     from sglang.srt.layers.flashinfer_comm_fusion import flashinfer_allreduce_residual_rmsnorm
 
     hidden_states = finalize(output)
@@ -61,7 +62,8 @@ def separate(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: to
         residual=residual,
         weight=layernorm.weight,
         eps=layernorm.variance_epsilon,
-        max_token_num=max(output.num_tokens, settings().max_tokens),
+        # As stock asks, so that the two share one workspace and none grows while serving.
+        max_token_num=FUSE_ALLREDUCE_MAX_BATCH_SIZE,
         use_attn_tp_group=False,
     )
     if norm_out is None:
@@ -70,6 +72,13 @@ def separate(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: to
 
 
 WAYS: Dict[str, Way] = {"eager": eager, "separate": separate}
+
+
+def way_for(num_tokens: int) -> str:
+    """The way for a forward of this many tokens: the chosen one within FlashInfer's workspace, ``eager`` beyond it."""
+    from sglang.srt.layers.communicator import FUSE_ALLREDUCE_MAX_BATCH_SIZE
+
+    return chosen_way() if num_tokens <= FUSE_ALLREDUCE_MAX_BATCH_SIZE else "eager"
 
 
 @lru_cache(maxsize=1)

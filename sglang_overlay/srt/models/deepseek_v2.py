@@ -6,7 +6,6 @@ With deferral off every function here does what the stock line it replaced did.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from functools import partial
 from typing import Any, Callable, Optional
 
@@ -91,12 +90,15 @@ def link_boundaries(model: torch.nn.Module) -> None:
         return
     chosen_way()
     stage = list(model.layers[model.start_layer : model.end_layer])
+    keeps = {}
     for layer, following in zip(stage, stage[1:] + [None]):
         if _is_moe(layer.mlp):
-            deferral_of(layer.mlp).keeps_because = keeps_because(
-                layer.layer_communicator, following and following.layer_communicator
-            )
-    _log_links(stage)
+            reason = keeps_because(layer.layer_communicator, following and following.layer_communicator)
+            layer.mlp.moe_keeps_because = reason
+            keeps.setdefault(reason, []).append(layer.layer_id)
+    for reason, layer_ids in keeps.items():
+        outcome = f"finalized in the layer: {reason}" if reason else f"handed to the next layer, taken by {chosen_way()}"
+        logger.info("MoE deferred finalize: what layers %s defer is %s", layer_ids, outcome)
 
 
 def _carries(deferral: Deferral, forward_batch: Any, num_tokens: int) -> bool:
@@ -116,19 +118,3 @@ def _is_moe(mlp: torch.nn.Module) -> bool:
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
     return isinstance(mlp, DeepseekV2MoE)
-
-
-def _log_links(stage) -> None:
-    outcome = defaultdict(list)
-    for layer in stage:
-        if not _is_moe(layer.mlp):
-            continue
-        deferral = deferral_of(layer.mlp)
-        if deferral.reason:
-            outcome[f"not deferred: {deferral.reason}"].append(layer.layer_id)
-        elif deferral.keeps_because:
-            outcome[f"finalized in the layer: {deferral.keeps_because}"].append(layer.layer_id)
-        else:
-            outcome[f"carried to the next layer, taken by {chosen_way()}"].append(layer.layer_id)
-    for what, layer_ids in outcome.items():
-        logger.info("MoE deferred finalize: layers %s %s", layer_ids, what)

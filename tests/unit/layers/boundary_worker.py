@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
+from cpu_serving import forked
 
 HIDDEN, TOKENS = 256, 5
 
@@ -23,7 +23,7 @@ def main(runs: list) -> None:
     torch.set_num_threads(1)
     import_sglang()
     for ranks in runs:
-        pids = [fork_rank(spec) for spec in ranks]
+        pids = [forked.start(run_rank, spec) for spec in ranks]
         for pid in pids:
             os.waitpid(pid, 0)
 
@@ -35,25 +35,8 @@ def import_sglang() -> None:
     from sglang.srt.models.registry import ModelRegistry  # noqa: F401  imports every model
 
 
-def fork_rank(spec: dict) -> int:
-    """Run one rank in a child process; its output file exists only if it got through."""
-    pid = os.fork()
-    if pid:
-        return pid
-    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
-        run_rank(spec)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stderr.flush()
-    os._exit(status)
-
-
 def run_rank(spec: dict) -> None:
+    """Go through the scenarios; the output file exists only if all got through."""
     model = build_model(spec)
     stub_attention(model)
     scenarios = {name: globals()[f"scenario_{name}"] for name in spec["scenarios"]}
@@ -266,6 +249,39 @@ def scenario_failed_forward(model, spec):
     carried_layers(model, num_tokens=0)
     undecided_after = [layer.layer_id for layer in moe_layers(model) if layer.mlp.moe_deferral.carries_now]
     return {"died": died, "undecided_after": undecided_after, **compare(model)}
+
+
+def scenario_wrapped_experts(model, spec):
+    """As LoRA does once the model is built: the experts are wrapped in a module of another class, here one that doubles."""
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, experts):
+            super().__init__()
+            self.experts, self.moe_runner_config = experts, experts.moe_runner_config
+            self.quant_method = experts.quant_method
+
+        def forward(self, *inputs, **kwargs):
+            return 2 * self.experts(*inputs, **kwargs)
+
+    plain = without_deferral(model, lambda: run_stage(model))
+    moes = [layer.mlp for layer in moe_layers(model)]
+    for moe in moes:
+        moe.experts = Doubled(moe.experts)
+    seen = compare(model)
+    for moe in moes:
+        moe.experts = moe.experts.experts
+    return {**seen, "plain": plain}
+
+
+def scenario_replaced_forward(model, spec):
+    """As weight offloading does: the experts' forward is replaced on the instance; deferral must not go past it."""
+    from sglang.sglang_overlay.srt.layers.moe.deferral import Deferral
+
+    moe = moe_layers(model)[0].mlp
+    moe.experts.forward = moe.experts.forward
+    reason = Deferral.of(moe).reason
+    del moe.experts.forward
+    return reason
 
 
 def scenario_declined(model, spec):

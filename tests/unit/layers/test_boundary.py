@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpu_serving import trees
 from cpu_serving.checkpoint import Shape, make_checkpoint
 from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
 
@@ -21,7 +22,8 @@ CARRYING, LAST = ["1", "2", "3"], "4"
 # tp, pp, ep -> what its ranks go through. SGLang's own experts on a CPU know no expert parallelism, so there
 # the deferred result is compared with that of one rank.
 RUNS = {
-    (1, 1, 1): ["forward", "decisions", "over_budget", "failed_forward", "declined", "capture", "triton_producer"],
+    (1, 1, 1): ["forward", "decisions", "over_budget", "failed_forward", "declined", "capture",
+                "wrapped_experts", "replaced_forward", "triton_producer"],
     (2, 1, 1): ["forward", "decisions", "declined", "capture", "eagle3_case"],
     (4, 1, 1): ["powers_of_two", "ones", "forward"],
     (2, 1, 2): ["deferred_only"],
@@ -45,7 +47,7 @@ def seen(checkpoint, overlay_tree, tmp_path_factory):
         for spec in ranks:
             spec["init_method"] = init_method
     (folder / "runs.json").write_text(json.dumps(list(runs.values())))
-    path = os.pathsep.join(map(str, (overlay_tree, *SUPPORT_PATHS)))
+    path = os.pathsep.join(map(str, (overlay_tree, *SUPPORT_PATHS, trees.ROOT / "ci")))
     environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": path, "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE": "1"}
     command = [sys.executable, str(WORKER), str(folder / "runs.json")]
     subprocess.run(command, env=environment, timeout=LIMIT_SECONDS, check=True)
@@ -123,6 +125,22 @@ def test_a_forward_that_fails_leaves_nothing_behind(seen):
     compared = rank["failed_forward"]
     assert compared["died"] and close(compared["deferred"], compared["stock"])
     assert rank["failed_forward"]["undecided_after"] == []
+
+
+def test_experts_wrapped_after_the_model_was_built_are_used_and_not_deferred(seen):
+    """LoRA wraps experts that late."""
+    (rank,) = seen(1, 1, 1)
+    compared = rank["wrapped_experts"]
+    assert torch.equal(compared["deferred"], compared["stock"])
+    assert not close(compared["deferred"], compared["plain"])
+    assert compared["counters"]["deferred"] == {}
+    (reason,) = compared["counters"]["not_deferred"]
+    assert reason.startswith("the experts are wrapped")
+
+
+def test_experts_with_a_replaced_forward_do_not_defer(seen):
+    (rank,) = seen(1, 1, 1)
+    assert rank["replaced_forward"] == "the experts' forward is replaced (offloaded weights)"
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)])

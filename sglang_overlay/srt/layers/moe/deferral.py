@@ -1,13 +1,16 @@
 """Whether an MoE layer defers its finalize, and whether the next layer takes the bundle.
 
 Both are decided before compute from facts that are the same on every rank of the group: a rank that
-decided otherwise than its peers would hang them or leave them half reduced. Facts that do not change
-after the model is built are checked once (``Deferral.of``), the others per forward.
+decided otherwise than its peers would hang them or leave them half reduced. Facts that do not change once a
+server serves are checked at a layer's first forward (``Deferral.of``), not when the model is built: LoRA wraps the experts,
+and quantisation and offloading rework them, only later. The others are checked per forward.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Callable, Optional, Tuple
 
 import torch
@@ -18,6 +21,8 @@ from .deferred_output import DeferredMoeOutput, finalize
 from .moe_runner.producers import find_row
 from .moe_runner.row import Producer, Row
 
+logger = logging.getLogger(__name__)
+
 # Each guard: a test that is true where a layer must not defer, and the reason in words.
 Guard = Tuple[Callable[[torch.nn.Module], bool], str]
 
@@ -27,17 +32,18 @@ class Deferral:
     """How one MoE layer defers.
 
     Attributes:
+        experts: the module this was decided for.
         row, producer: its configuration, and what runs its experts uncombined; None where it never defers.
         reason: why it never does (empty where it does).
         keeps_because: why the next layer cannot take its bundle (empty where it can).
         carries_now: decided by the decoder layer for the forward under way, taken by the MoE in it.
     """
 
-    layer_id: int
+    experts: torch.nn.Module
     row: Optional[Row]
     producer: Optional[Producer]
     reason: str
-    keeps_because: str = "no next layer was linked"
+    keeps_because: str
     carries_now: bool = False
 
     @classmethod
@@ -45,10 +51,12 @@ class Deferral:
         """Check a layer's configuration against the table and the guards; logged and counted once per layer."""
         reason, row = first_true(DEFER_GUARDS, moe), None
         if not reason:
-            row, reason = find_row(moe.experts, moe.experts.w13_weight.device.type)
+            row, reason = find_row(moe.experts, _device())
         producer = row.make_producer(moe.experts) if row else None
         COUNTERS.layers[moe.layer_id] = reason or "deferrable"
-        return cls(moe.layer_id, row, producer, reason)
+        keeps_because = moe.__dict__.get("moe_keeps_because", "no next layer was linked")
+        _log_once(f"not deferred: {reason}" if reason else f"deferred by {row.quant_method}, {row.runner_backend} runner")
+        return cls(moe.experts, row, producer, reason, keeps_because)
 
     def not_now(self, num_tokens: int) -> str:
         """Why this forward of ``num_tokens`` tokens does not defer; empty where it does."""
@@ -67,9 +75,9 @@ class Deferral:
 
 
 def deferral_of(moe: torch.nn.Module) -> Deferral:
-    """The layer's ``Deferral``, made on first use (weights and runner exist by then)."""
+    """The layer's ``Deferral``, made at its first forward, and again should its experts be replaced."""
     deferral = moe.__dict__.get("moe_deferral")
-    if deferral is None:
+    if deferral is None or deferral.experts is not moe.experts:
         deferral = Deferral.of(moe)
         moe.moe_deferral = deferral
     return deferral
@@ -105,6 +113,20 @@ def finish_or_carry(
 
 def first_true(guards: Tuple[Guard, ...], subject: Any) -> str:
     return next((reason for holds, reason in guards if holds(subject)), "")
+
+
+@lru_cache(maxsize=None)
+def _log_once(what: str) -> None:
+    logger.info("MoE deferred finalize: %s", what)
+
+
+def _device() -> str:
+    """Where experts run, by the table's names. Not where weights lie: offloaded ones lie on the CPU."""
+    from sglang.srt.utils import is_cuda
+
+    if is_cuda():
+        return "cuda"
+    return "another accelerator" if torch.accelerator.is_available() else "cpu"
 
 
 def _graph_that_cannot_hold_a_bundle() -> str:
@@ -164,6 +186,7 @@ def _multiplexes_streams(moe: torch.nn.Module) -> bool:
 
 DEFER_GUARDS: Tuple[Guard, ...] = (
     (_is_wrapped, "the experts are wrapped or of another class (LoRA, expert parallel dispatch)"),
+    (lambda moe: "forward" in vars(moe.experts), "the experts' forward is replaced (offloaded weights)"),
     (lambda moe: moe.experts.reduce_results, "the experts reduce their own results"),
     (lambda moe: moe._shared_expert_tp1, "the shared expert is replicated and added after the all-reduce"),
     (lambda moe: moe._fuse_shared_experts_inside_sbo, "the shared expert runs inside single-batch overlap"),

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 import trtllm_stand_in
+from cpu_serving import forked
 from cpu_serving.checkpoint import Shape, model_config
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, FACTOR = 8, 3, 256, 128, 1.5
@@ -37,8 +37,7 @@ def main(runs: list) -> None:
     torch.set_num_threads(1)
     import_sglang()
     for spec in runs:
-        pid = fork_run(spec)
-        os.waitpid(pid, 0)
+        os.waitpid(forked.start(run_with_flag, spec), 0)
 
 
 def import_sglang() -> None:
@@ -64,25 +63,12 @@ def let_custom_ops_run_on_a_cpu() -> None:
     common.direct_register_custom_op = register_for_both
 
 
-def fork_run(spec: dict) -> int:
-    """One run in a child process; its output file exists only if it got through."""
-    pid = os.fork()
-    if pid:
-        return pid
-    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    status = 0
-    try:
-        os.environ.pop(FLAG, None)
-        if spec["flag"] is not None:
-            os.environ[FLAG] = spec["flag"]
-        torch.save(run_configuration(spec), spec["out"])
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stderr.flush()
-    os._exit(status)
+def run_with_flag(spec: dict) -> None:
+    """One run; its output file exists only if it got through."""
+    os.environ.pop(FLAG, None)
+    if spec["flag"] is not None:
+        os.environ[FLAG] = spec["flag"]
+    torch.save(run_configuration(spec), spec["out"])
 
 
 def run_configuration(spec: dict) -> dict:
