@@ -120,7 +120,8 @@ def revert(request: Request, keep_edited: bool = False) -> dict:
         left = _edited_in_journal(store) if keep_edited else []
         recovered = recover(store, frozenset(left))
         situation = look(target, request.project, manifest, store)
-        if situation.state == PARTLY:
+        # What an edit that is kept still calls is no surprise.
+        if situation.state == PARTLY and not (left and set(situation.callers) <= set(left)):
             situation.insist_on_whole()
         edited = situation.edited()
         if edited and not keep_edited:

@@ -29,6 +29,8 @@ class Situation:
     contents: dict = field(default_factory=dict)
     written: bool = True
     """Whether the receipt is on disk, or was only worked out."""
+    callers: list = field(default_factory=list)
+    """Without a receipt: the files that call the overlay all the same."""
 
     @property
     def state(self) -> str:
@@ -36,7 +38,7 @@ class Situation:
         if self.journal:
             return PARTLY
         if self.receipt is None:
-            return PARTLY if (self.target.overlay / "__init__.py").exists() else CLEAN
+            return PARTLY if self.callers or (self.target.overlay / "__init__.py").exists() else CLEAN
         if self.changed():
             return MODIFIED
         return APPLIED if self.written else NO_RECEIPT
@@ -100,12 +102,19 @@ class Situation:
                 "the tree is partly applied",
                 file=str(self.store.journal_file if self.journal else self.target.overlay),
                 expected="a tree without the overlay, or with all of it",
-                found="a command that was cut short" if self.journal else "an overlay without a receipt",
+                found=self._what_is_left(),
                 remedy=self.way_back(),
             )
         edited = self.edited()
         if edited:
             raise edited_fault(edited)
+
+    def _what_is_left(self) -> str:
+        if self.journal:
+            return "a command that was cut short"
+        if self.callers:
+            return f"no receipt, but calls of the overlay in {', '.join(self.callers)}"
+        return "an overlay without a receipt"
 
     def way_back(self) -> str:
         """Say how a partly applied tree is put right."""
@@ -151,7 +160,16 @@ def look(target: Target, project: Project, manifest: Manifest, store: Optional[S
         if recognised:
             situation.receipt, situation.contents = recognised
             situation.written = False
+        else:
+            situation.callers = _callers(target, manifest)
     return situation
+
+
+def _callers(target: Target, manifest: Manifest) -> list:
+    """Return the patched files of any base that call the overlay: without it they cannot be imported."""
+    paths = {target.in_package(file) for base in manifest.bases for file in base.files}
+    texts = {path: read_file(target.root / path) for path in sorted(paths)}
+    return [path for path, found in texts.items() if found and f".{OVERLAY_NAME}.".encode() in found[0]]
 
 
 def current(target: Target, path: str, contents: dict) -> Optional[FileState]:

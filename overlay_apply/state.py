@@ -16,7 +16,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 from . import STATE_NAME
 from .errors import Interfered, OverlayError, Refused
@@ -147,34 +147,32 @@ class Store:
 
     def receipt(self) -> Optional[Receipt]:
         """Return what is applied, or None. Raises Interfered if the receipt cannot be read."""
-        data = self._load(self.receipt_file)
-        return data and Receipt.from_dict(data)
+        return self._load(self.receipt_file, Receipt.from_dict)
 
     def journal(self) -> Optional[Change]:
         """Return the change that was cut short, or None. Raises Interfered if it cannot be read."""
-        data = self._load(self.journal_file)
-        return data and Change.from_dict(data)
+        return self._load(self.journal_file, Change.from_dict)
 
-    def _load(self, path: Path) -> Optional[dict]:
+    def _load(self, path: Path, make: Callable[[dict], Any]) -> Any:
         found = read_file(path) if self.exists() else None
         if found is None:
             return None
         try:
             data = json.loads(found[0])
-            version = data["format"]
-        except (ValueError, KeyError, TypeError) as fault:
+            if data["format"] == FORMAT:
+                return make(data)
+        except (ValueError, KeyError, TypeError, AttributeError) as fault:
             raise Interfered(
                 f"cannot read {path.name}: {fault!r}", file=str(path), remedy=NO_TRUST
             ) from None
-        if version != FORMAT:
+        else:
             raise Interfered(
                 f"{path.name} is of another version of this tool",
                 file=str(path),
                 expected=f"format {FORMAT}",
-                found=f"format {version}",
+                found=f"format {data['format']}",
                 remedy="revert with the version of the overlay that applied it",
             )
-        return data
 
     def blob(self, digest: str) -> bytes:
         """Return kept bytes. Raises Interfered if they are gone or not what they were."""
