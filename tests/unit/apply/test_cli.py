@@ -97,6 +97,8 @@ def test_an_interrupt_from_the_keyboard(tool, project, package):
     before = snapshot(package)
     script = (
         "import os, signal, sys\n"
+        # A parent that runs in the background may have had it ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.path.insert(0, {str(project.root)!r})\n"
         "from overlay_apply import cli\nfrom overlay_apply.fs import Fs\n"
         "seen = []\n"
