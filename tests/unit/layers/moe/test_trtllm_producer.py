@@ -104,7 +104,7 @@ def test_c3_a_flat_index_is_reshaped():
 def test_c3_an_index_that_fits_no_shape_is_named():
     result = Unfinalized(torch.zeros(8, HIDDEN), torch.ones(3, 2), torch.zeros(7, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"\[3, 2\] or flat \[6\], got \[7\]"):
-        flashinfer_trtllm._bundle(result, result.expert_weights, (3, HIDDEN), 1.0)
+        flashinfer_trtllm.bundle_of(result, result.expert_weights, (3, HIDDEN), 1.0)
 
 
 @pytest.mark.parametrize("tokens, tile, at_least", [(1, 8, 64), (16, 128, 6272)])

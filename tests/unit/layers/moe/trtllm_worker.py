@@ -390,12 +390,12 @@ def scenario_mutations(moe, dequantised, spec) -> dict:
     """Plain forwards of five tokens with a fault put into the overlay."""
     from sglang.sglang_overlay.srt.layers.moe.moe_runner import flashinfer_trtllm
 
-    sound, seen = flashinfer_trtllm._bundle, {}
+    sound, seen = flashinfer_trtllm.bundle_of, {}
     for name, mutate in MUTATIONS.items():
         set_routing(moe, 5, spec)
-        flashinfer_trtllm._bundle = partial(faulty_bundle, sound, mutate)
+        flashinfer_trtllm.bundle_of = partial(faulty_bundle, sound, mutate)
         seen[name] = moe.forward_normal(inputs(5))
-    flashinfer_trtllm._bundle = sound
+    flashinfer_trtllm.bundle_of = sound
     return seen
 
 

@@ -20,7 +20,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from ..deferred_output import DeferredMoeOutput
-from .row import Producer, Row, dispatch
+from .row import Producer, Row, bundle_of, dispatch
 
 # From this release on FlashInfer labels the weights of its own routing as what they are, bf16 (flashinfer#3595).
 LABELS_WEIGHTS_FROM = Version("0.6.15")
@@ -112,7 +112,7 @@ def bypassed_producer(experts: torch.nn.Module) -> Producer:
         dispatched = dispatch(experts, hidden_states, topk_output, pre_quant_input)
         with flashinfer_trtllm_deferred_finalize_context():
             unfinalized = _run_unfinalized(experts, dispatched)
-        return _bundle(unfinalized, weights_of(unfinalized), hidden_states.shape, 1.0)
+        return bundle_of(unfinalized, weights_of(unfinalized), hidden_states.shape, 1.0)
 
     return produce
 
@@ -129,7 +129,7 @@ def routed_producer(experts: torch.nn.Module) -> Producer:
     def produce(hidden_states, topk_output, pre_quant_input=None) -> DeferredMoeOutput:
         dispatched = dispatch(experts, hidden_states, topk_output, pre_quant_input)
         unfinalized = _run_unfinalized(experts, dispatched)
-        return _bundle(unfinalized, unfinalized.expert_weights, hidden_states.shape, scale)
+        return bundle_of(unfinalized, unfinalized.expert_weights, hidden_states.shape, scale)
 
     return produce
 
@@ -182,21 +182,6 @@ def _run_unfinalized(experts: torch.nn.Module, dispatched: Any) -> Unfinalized:
         return deferral.result
     # The stock NVFP4 call site returns its own class, the result in it untouched.
     return Unfinalized(returned.gemm2_out, returned.expert_weights, returned.expanded_idx_to_permuted_idx)
-
-
-def _bundle(
-    unfinalized: Unfinalized, expert_weights: torch.Tensor, shape: Tuple[int, int], scale: float
-) -> DeferredMoeOutput:
-    num_tokens, hidden = shape
-    return DeferredMoeOutput(
-        gemm2_out=unfinalized.gemm2_out,
-        expanded_idx_to_permuted_idx=unfinalized.expanded_idx_to_permuted_idx,
-        expert_weights=expert_weights,
-        num_tokens=num_tokens,
-        top_k=expert_weights.shape[-1],
-        hidden=hidden,
-        routed_scaling_factor=scale,
-    )
 
 
 def _weights_as_they_are(unfinalized: Unfinalized) -> torch.Tensor:

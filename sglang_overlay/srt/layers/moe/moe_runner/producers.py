@@ -1,8 +1,8 @@
 """Which MoE configurations can hand on their expert outputs uncombined, and how each does it.
 
 The table has one row per (quantisation method, runner backend, device), which says what routing format the
-configuration takes. A configuration that no row names is not deferred. Where the routed scaling factor is still to be applied is part of a producer's
-result: it is the bundle's ``routed_scaling_factor``.
+configuration takes. A configuration that no row names is not deferred. Where the routed scaling factor is still to be
+applied is part of a producer's result: it is the bundle's ``routed_scaling_factor``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from ..deferred_output import DeferredMoeOutput
 from . import flashinfer_trtllm
-from .row import Producer, Row, dispatch
+from .row import Producer, Row, bundle_of, dispatch
+
 
 class ExpertRows(NamedTuple):
     """Expert outputs in expert order, ``[P, H]``, and the row of each (token, k), ``[T, K]`` int32."""
@@ -43,12 +44,8 @@ def triton_producer(experts: torch.nn.Module) -> Producer:
         quant_info = experts.quant_method.get_triton_quant_info(experts)
         rows = runner.run(dispatched, quant_info).hidden_states
         topk_ids = dispatched.topk_output.topk_ids
-        return _bundle(
-            ExpertRows(rows.flatten(0, 1), identity_index(topk_ids)),
-            dispatched.topk_output.topk_weights,
-            hidden_states,
-            scale,
-        )
+        identity = ExpertRows(rows.flatten(0, 1), identity_index(topk_ids))
+        return bundle_of(identity, dispatched.topk_output.topk_weights, hidden_states.shape, scale)
 
     return produce
 
@@ -70,7 +67,7 @@ def native_producer(experts: torch.nn.Module) -> Producer:
             getattr(experts, "w2_weight_bias", None),
             experts.moe_runner_config.activation,
         )
-        return _bundle(rows, dispatched.topk_output.topk_weights, hidden_states, 1.0)
+        return bundle_of(rows, dispatched.topk_output.topk_weights, hidden_states.shape, 1.0)
 
     return produce
 
@@ -137,19 +134,6 @@ def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 def _of(bias: Optional[torch.Tensor], expert: int) -> Optional[torch.Tensor]:
     return None if bias is None else bias[expert]
-
-
-def _bundle(rows: ExpertRows, topk_weights, hidden_states, scale: float) -> DeferredMoeOutput:
-    num_tokens, top_k = topk_weights.shape
-    return DeferredMoeOutput(
-        gemm2_out=rows.gemm2_out,
-        expanded_idx_to_permuted_idx=rows.expanded_idx_to_permuted_idx,
-        expert_weights=topk_weights,
-        num_tokens=num_tokens,
-        top_k=top_k,
-        hidden=hidden_states.shape[-1],
-        routed_scaling_factor=scale,
-    )
 
 
 def _unfit_config(experts: torch.nn.Module) -> str:

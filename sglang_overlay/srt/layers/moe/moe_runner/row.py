@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Tuple
 
 import torch
 
@@ -56,3 +56,24 @@ def dispatch(experts: torch.nn.Module, hidden_states: torch.Tensor, topk_output:
     if pre_quant_input is not None and dispatched.hidden_states_scale is None:
         dispatched = dispatched._replace(hidden_states_pre_quant=pre_quant_input)
     return dispatched
+
+
+def bundle_of(unfinalized: Any, expert_weights: torch.Tensor, shape: Tuple[int, int], scale: float) -> DeferredMoeOutput:
+    """The bundle of a producer's rows.
+
+    Args:
+        unfinalized: with ``gemm2_out`` and ``expanded_idx_to_permuted_idx`` as a bundle takes them.
+        expert_weights: ``[T, K]`` fp32 or bf16.
+        shape: ``(T, H)`` of the hidden states, whatever the rows' own shape.
+        scale: the part of the routed scaling factor that is still to be applied.
+    """
+    num_tokens, hidden = shape
+    return DeferredMoeOutput(
+        gemm2_out=unfinalized.gemm2_out,
+        expanded_idx_to_permuted_idx=unfinalized.expanded_idx_to_permuted_idx,
+        expert_weights=expert_weights,
+        num_tokens=num_tokens,
+        top_k=expert_weights.shape[-1],
+        hidden=hidden,
+        routed_scaling_factor=scale,
+    )
