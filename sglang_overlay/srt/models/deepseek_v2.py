@@ -5,7 +5,6 @@ With deferral off every function here does what the stock line it replaced did.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any, Callable, Optional
 
@@ -13,15 +12,27 @@ import torch
 
 from ..environ import settings
 from ..layers.communicator import all_reduce, chosen_way, keeps_because
-from ..layers.moe.deferral import Deferral, deferral_of, finish_or_carry, run_experts
+from ..layers.moe.deferral import (
+    OFF_UNDER_AUTO,
+    Deferral,
+    deferral_of,
+    explain,
+    finish_or_carry,
+    is_unexplained,
+    log_once,
+    run_experts,
+)
 from ..layers.moe.deferred_output import is_deferred
-
-logger = logging.getLogger(__name__)
 
 
 def experts_or_deferred(moe: torch.nn.Module) -> Callable[..., Any]:
     """What to call with ``(hidden_states, topk_output)`` in place of ``moe.experts``."""
-    return partial(run_experts, moe) if settings().defers else moe.experts
+    flags = settings()
+    if flags.defers:
+        return partial(run_experts, moe)
+    if flags.enable == "auto" and is_unexplained(moe):
+        return partial(_explain_and_run, moe)
+    return moe.experts
 
 
 def stock_defers(moe: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
@@ -86,6 +97,8 @@ def link_boundaries(model: torch.nn.Module) -> None:
         RuntimeError: the way asked for cannot run here.
     """
     flags = settings()
+    if flags.enable == "auto":
+        log_once(OFF_UNDER_AUTO)
     if not flags.defers:
         return
     chosen_way()
@@ -98,7 +111,12 @@ def link_boundaries(model: torch.nn.Module) -> None:
             keeps.setdefault(reason, []).append(layer.layer_id)
     for reason, layer_ids in keeps.items():
         outcome = f"finalized in the layer: {reason}" if reason else f"handed to the next layer, taken by {chosen_way()}"
-        logger.info("MoE deferred finalize: what layers %s defer is %s", layer_ids, outcome)
+        log_once(f"what layers {layer_ids} defer is {outcome}")
+
+
+def _explain_and_run(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_output: Any, **extra: Any) -> Any:
+    explain(moe, topk_output)
+    return moe.experts(hidden_states, topk_output, **extra)
 
 
 def _carries(deferral: Deferral, forward_batch: Any, num_tokens: int) -> bool:

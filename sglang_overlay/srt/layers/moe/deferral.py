@@ -4,6 +4,8 @@ Both are decided before compute from facts that are the same on every rank of th
 decided otherwise than its peers would hang them or leave them half reduced. Facts that do not change once a
 server serves are checked at a layer's first forward (``Deferral.of``), not when the model is built: LoRA wraps the experts,
 and quantisation and offloading rework them, only later. The others are checked per forward.
+
+Under ``auto`` nothing defers yet; a layer's first forward then only says why, and runs the stock experts.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ from typing import Any, Callable, Optional, Tuple
 
 import torch
 
-from ...environ import settings
+from ...environ import ENABLE, settings
 from .counters import COUNTERS
 from .deferred_output import DeferredMoeOutput, finalize
 from .moe_runner.producers import find_row
 from .moe_runner.row import Producer, Row
 
 logger = logging.getLogger(__name__)
+
+OFF_UNDER_AUTO = (
+    f"off (auto): not measured faster than stock here; set {ENABLE.name}=1 to defer wherever the configuration allows"
+)
 
 # Each guard: a test that is true where a layer must not defer, and the reason in words.
 Guard = Tuple[Callable[[torch.nn.Module], bool], str]
@@ -49,13 +55,11 @@ class Deferral:
     @classmethod
     def of(cls, moe: torch.nn.Module) -> "Deferral":
         """Check a layer's configuration against the table and the guards; logged and counted once per layer."""
-        reason, row = first_true(DEFER_GUARDS, moe), None
-        if not reason:
-            row, reason = find_row(moe.experts, _device())
+        row, reason = _row_or_reason(moe)
         producer = row.make_producer(moe.experts) if row else None
         COUNTERS.layers[moe.layer_id] = reason or "deferrable"
         keeps_because = moe.__dict__.get("moe_keeps_because", "no next layer was linked")
-        _log_once(f"not deferred: {reason}" if reason else f"deferred by {row.quant_method}, {row.runner_backend} runner")
+        log_once(f"not deferred: {reason}" if reason else f"deferred by {row.quant_method}, {row.runner_backend} runner")
         return cls(moe.experts, row, producer, reason, keeps_because)
 
     def not_now(self, num_tokens: int) -> str:
@@ -90,7 +94,7 @@ def run_experts(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_output: 
         hidden_states: ``[T, H]``, the same T on every rank of the group.
     """
     deferral = deferral_of(moe)
-    reason = deferral.not_now(hidden_states.shape[0]) or deferral.row.unfit_routing(topk_output)
+    reason = deferral.not_now(hidden_states.shape[0]) or _unfit_routing(deferral.row, topk_output)
     if reason:
         COUNTERS.not_deferred[reason] += 1
         extra = {} if pre_quant_input is None else {"pre_quant_input": pre_quant_input}
@@ -111,13 +115,48 @@ def finish_or_carry(
     return finalize(output)
 
 
+def is_unexplained(moe: torch.nn.Module) -> bool:
+    """Whether ``explain`` has yet to be called for a layer; not while compiling, where a log line would break the graph."""
+    return "moe_is_explained" not in moe.__dict__ and not torch.compiler.is_compiling()
+
+
+def explain(moe: torch.nn.Module, topk_output: Any) -> None:
+    """Log, once per server and reason, why a layer does not defer under ``auto``, and whether it would with the flag at 1."""
+    moe.moe_is_explained = True
+    log_once(OFF_UNDER_AUTO)
+    try:
+        row, reason = _row_or_reason(moe)
+        reason = reason or row.unfit_routing(topk_output)
+    except Exception as error:
+        # A server that is to run as stock must not stop over an explanation.
+        reason = f"the configuration could not be looked at: {error!r}"
+    if reason:
+        log_once(f"not deferred with {ENABLE.name}=1 either: {reason}")
+
+
 def first_true(guards: Tuple[Guard, ...], subject: Any) -> str:
     return next((reason for holds, reason in guards if holds(subject)), "")
 
 
 @lru_cache(maxsize=None)
-def _log_once(what: str) -> None:
-    logger.info("MoE deferred finalize: %s", what)
+def log_once(what: str) -> None:
+    """Log a line once per server (with pipeline parallelism, per stage): what is logged here is the same on every rank."""
+    from sglang.srt.utils import log_info_on_rank0
+
+    log_info_on_rank0(logger, f"MoE deferred finalize: {what}")
+
+
+def _row_or_reason(moe: torch.nn.Module) -> Tuple[Optional[Row], str]:
+    """A layer's row of the table, or None and why it never defers."""
+    reason = first_true(DEFER_GUARDS, moe)
+    return (None, reason) if reason else find_row(moe.experts, _device())
+
+
+def _unfit_routing(row: Row, topk_output: Any) -> str:
+    reason = row.unfit_routing(topk_output)
+    if reason:
+        log_once(f"not deferred: {reason}")
+    return reason
 
 
 def _device() -> str:

@@ -20,30 +20,44 @@ FACTOR = 1.5
 BF16_ROUNDING = 2.0**-8  # half a unit in the last of bf16's 8 significant bits
 LOGITS, ROUTED = ["nvfp4", "fp8"], ["nvfp4_routed", "fp8_routed", "mxfp4"]
 CONFIGURATIONS = LOGITS + ROUTED
-DEFERRED = ["forwards", "bundle", "one_expert", "carried", "mutations", "unfit_routing"]
+DEFERRED = ["forwards", "bundle", "one_expert", "carried", "mutations", "unfit_routing", "unused_output"]
+ENABLE = "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE"
 REASONS = {
     "FP8 with one scale per tensor": {"configuration": "fp8", "per_tensor": True, "set": {}},
     "MXFP8 experts": {"configuration": "fp8", "set": {"quant_method.use_mxfp8": True}},
     "activation gelu": {"configuration": "nvfp4", "activation": "gelu"},
     "routing inside the kernel": {"configuration": "fp8", "routing_method": 1},
-    "a padded hidden size": {"configuration": "mxfp4", "set": {"hidden_size_unpadded": 250}},
+    "a padded hidden size": {"configuration": "mxfp4", "set": {"experts.hidden_size_unpadded": 250}},
+}
+
+ON = {"flag": "1", "as_if_on_cuda": True}
+EXPLAINED = {
+    **REASONS,
+    "the shared expert is replicated": {"configuration": "mxfp4", "set": {"moe._shared_expert_tp1": True}},
+    "standard routing, where the configuration takes bypassed": {"configuration": "nvfp4", "standard_routing": True},
+    "could not be looked at: AttributeError": {"configuration": "nvfp4", "set": {"experts.moe_runner_config": None}},
 }
 
 # name of a run -> what its worker is told
 PATCHED = {
-    **{name: {"configuration": name, "flag": "1", "scenarios": DEFERRED} for name in CONFIGURATIONS},
+    **{name: {"configuration": name, **ON, "scenarios": DEFERRED} for name in CONFIGURATIONS},
     **{
-        f"{name}_second_half": {"configuration": name, "flag": "1", "scenarios": ["forwards"], "ep_rank": 1}
+        f"{name}_second_half": {"configuration": name, **ON, "scenarios": ["forwards"], "ep_rank": 1}
         for name in ("nvfp4", "fp8_routed", "mxfp4")
     },
     **{
-        f"{name}_old_flashinfer": {"configuration": name, "flag": "1", "scenarios": ["forwards"], "flashinfer": "0.6.14"}
+        f"{name}_old_flashinfer": {"configuration": name, **ON, "scenarios": ["forwards"], "flashinfer": "0.6.14"}
         for name in LOGITS
     },
     "mxfp4_factor_left": {
-        "configuration": "mxfp4", "flag": "1", "scenarios": ["forwards", "bundle", "one_expert"], "factor_left_to_finalize": True,
+        "configuration": "mxfp4", **ON, "scenarios": ["forwards", "bundle", "one_expert"], "factor_left_to_finalize": True,
     },
-    **{reason: {**told, "flag": "1", "scenarios": ["reason"]} for reason, told in REASONS.items()},
+    **{reason: {**told, **ON, "scenarios": ["reason"]} for reason, told in REASONS.items()},
+    **{
+        f"explained {reason}": {**told, **ON, "flag": None, "scenarios": ["explained"]}
+        for reason, told in {"": {"configuration": "fp8"}, **EXPLAINED}.items()
+    },
+    "silent": {"configuration": "fp8", "flag": "0", "scenarios": ["explained"]},
 }
 OFF = {
     f"{name}_{flag}": {"configuration": name, "flag": flag, "scenarios": ["forwards"]}
@@ -178,3 +192,30 @@ def test_off_is_the_stock_release_bit_for_bit(seen, stock, run):
             # NVFP4's own deferral is on unless it is switched off.
             stock_deferral = run == "nvfp4_None" and way == "dual"
             assert ours["calls"][0]["do_finalize"] is not stock_deferral
+
+
+def test_auto_says_once_that_it_leaves_all_to_the_stock_release(seen):
+    (line,) = seen["explained "]["logged"]
+    assert "off (auto): not measured faster than stock here" in line and f"{ENABLE}=1" in line
+
+
+@pytest.mark.parametrize("reason", EXPLAINED)
+def test_auto_says_once_why_a_configuration_would_not_defer_either(seen, reason):
+    off, why = seen[f"explained {reason}"]["logged"]
+    assert "off (auto)" in off and f"not deferred with {ENABLE}=1 either: " in why and reason in why
+
+
+def test_switched_off_it_says_nothing(seen):
+    assert [seen[run]["logged"] for run in ("silent", *(f"{name}_0" for name in CONFIGURATIONS))] == [[]] * 6
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_what_defers_is_logged_once(seen, name):
+    """Though some forwards of this run are not deferred: they are over the budget, or their routing is of another format."""
+    (line,) = seen[name]["logged"]
+    assert line.startswith("MoE deferred finalize: deferred by ")
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_deferred_forward_makes_no_output_to_finalize_into(seen, name):
+    assert (5, 256) not in seen[name]["unused_output"]

@@ -11,7 +11,13 @@ from trtllm_stand_in import under_fp32_label
 
 from sglang_overlay.srt.layers.moe.deferred_output import finalize
 from sglang_overlay.srt.layers.moe.moe_runner import flashinfer_trtllm
-from sglang_overlay.srt.layers.moe.moe_runner.flashinfer_trtllm import Unfinalized, adapting, deferring, routed_producer
+from sglang_overlay.srt.layers.moe.moe_runner.flashinfer_trtllm import (
+    Unfinalized,
+    adapting,
+    allocating,
+    deferring,
+    routed_producer,
+)
 from sglang_overlay.srt.layers.moe.moe_runner.producers import TABLE
 
 HIDDEN = INTERMEDIATE = 32
@@ -59,9 +65,8 @@ class Experts(SimpleNamespace):
     def rows(self, x, ids):
         """``[T, K, H]`` float64: each pair's expert by itself."""
         experts = trtllm_stand_in.Experts(*(trtllm_stand_in.from_fp4(*gemm) for gemm in self.gemms))
-        pairs = [(token, int(expert)) for token, row in enumerate(ids) for expert in row]
-        rows = [trtllm_stand_in.expert_rows(x[token : token + 1].double(), experts, expert) for token, expert in pairs]
-        return torch.cat(rows).double().view(*ids.shape, -1)
+        of_token = trtllm_stand_in.rows_of_every_expert(x.double(), experts).double().transpose(0, 1)
+        return torch.stack([rows[chosen.long()] for rows, chosen in zip(of_token, ids, strict=True)])
 
 
 def produced(experts, tokens, top_k, weights=None):
@@ -144,7 +149,7 @@ def test_rightly_labelled_weights_are_left_alone():
 
 
 def test_outside_a_deferral_the_seams_are_the_stock_callees():
-    for seam in (deferring, adapting, flashinfer_trtllm.deferring_fp8_routed):
+    for seam in (allocating, deferring, adapting, flashinfer_trtllm.deferring_fp8_routed):
         assert seam(print) is print
 
 

@@ -8,6 +8,7 @@ SGLang is imported once, and each run of the list (a configuration and a flag) f
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from contextlib import nullcontext
@@ -17,20 +18,22 @@ from types import SimpleNamespace
 import torch
 import trtllm_stand_in
 from cpu_serving import forked
-from cpu_serving.checkpoint import Shape, model_config
+from trtllm_layers import (
+    CONFIGURATIONS,
+    EXPERTS,
+    FACTOR,
+    HIDDEN,
+    TOP_K,
+    Fixed,
+    build_moe,
+    e2m1_values,
+    replace_sm100_functions,
+    routing_in_float64,
+    rows_in_float64,
+)
 
-EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, FACTOR = 8, 3, 256, 128, 1.5
 TOKENS = (1, 5, 72)
 FLAG = "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE"
-
-# configuration -> SGLang's runner, whether the kernel routes
-CONFIGURATIONS = {
-    "nvfp4": ("flashinfer_trtllm", True),
-    "nvfp4_routed": ("flashinfer_trtllm_routed", False),
-    "fp8": ("flashinfer_trtllm", True),
-    "fp8_routed": ("flashinfer_trtllm_routed", False),
-    "mxfp4": ("flashinfer_mxfp4", False),
-}
 
 
 def main(runs: list) -> None:
@@ -75,10 +78,23 @@ def run_configuration(spec: dict) -> dict:
     trtllm_stand_in.install(spec.get("flashinfer", "0.6.18"))
     start_one_rank(spec)
     stand_in_for_cuda()
-    moe, dequantised = build_moe(spec)
+    moe, dequantised = build_moe(spec, SimpleNamespace(wait_stream=lambda other: None))
     prepare(moe, spec)
+    logged = lines_logged()
     with torch.no_grad():
-        return {name: globals()[f"scenario_{name}"](moe, dequantised, spec) for name in spec["scenarios"]}
+        seen = {name: globals()[f"scenario_{name}"](moe, dequantised, spec) for name in spec["scenarios"]}
+    return {**seen, "logged": logged}
+
+
+def lines_logged() -> list:
+    """A list that gets what the overlay logs from here on."""
+    lines = []
+    overlay = logging.getLogger("sglang.sglang_overlay")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    overlay.addHandler(handler)
+    overlay.setLevel(logging.INFO)
+    return lines
 
 
 def start_one_rank(spec: dict) -> None:
@@ -106,20 +122,10 @@ def start_one_rank(spec: dict) -> None:
 
 def stand_in_for_cuda() -> None:
     """What a machine without CUDA lacks, each for the reason beside it."""
-    from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm
-    from sglang.srt.layers.quantization import modelopt_quant, mxfp4_flashinfer_trtllm_moe
     from sglang.srt.models import deepseek_v2
     import sglang.kernels.ops.moe.moe_finalize_fuse_shared as stock_finalize
 
-    # Imported by SGLang only where there is CUDA.
-    mxfp4_flashinfer_trtllm_moe.trtllm_fp4_block_scale_routed_moe = trtllm_stand_in.trtllm_fp4_block_scale_routed_moe
-    # Quantisers are CUDA kernels. Inputs here are E2M1 values, which 4 and 8 bits hold exactly with a scale of 1.
-    flashinfer_trtllm.fp4_quantize = fp4_quantize
-    flashinfer_trtllm.per_token_group_quant_fp8 = fp8_quantize
-    # Asks for the GPU's architecture.
-    flashinfer_trtllm.trtllm_moe_enable_pdl = lambda num_tokens: False
-    # NVFP4 is refused elsewhere than on Blackwell.
-    modelopt_quant.get_platform = lambda: SimpleNamespace(is_blackwell=True, is_sm100=True)
+    replace_sm100_functions(setattr)
     # On a CPU, and there alone, the model code itself multiplies the routed scaling factor.
     deepseek_v2._is_musa = True
     # The stock finalize is a CUDA kernel.
@@ -130,116 +136,10 @@ def stand_in_for_cuda() -> None:
     torch.cuda.stream = lambda other: nullcontext()
 
 
-def fp4_quantize(x, *_):
-    scales = torch.ones(x.shape[0], x.shape[1] // 16).to(torch.float8_e4m3fn)
-    return pack_fp4(x.double()), scales.view(torch.uint8)
-
-
-def fp8_quantize(x, group, column_major_scales):
-    return x.to(torch.float8_e4m3fn), torch.ones(x.shape[1] // group, x.shape[0]).T
-
-
 def finalize_fuse_shared(gemm2_out, index, weights, shared, top_k, enable_pdl):
     rows = torch.where(index[:, None] < 0, 0.0, gemm2_out[index.clamp_min(0).long()].float())
     routed = (rows.view(-1, top_k, rows.shape[1]) * weights.float()[..., None]).sum(1)
     return (routed + shared.float()).bfloat16()
-
-
-def build_moe(spec: dict):
-    """An MoE block whose experts have the configuration, and its dequantised expert weights in float64."""
-    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
-    from transformers import DeepseekV3Config
-
-    shape = Shape(hidden=HIDDEN, experts=EXPERTS, topk=TOP_K)
-    config = DeepseekV3Config(**{**model_config(shape), "routed_scaling_factor": FACTOR, "moe_intermediate_size": INTERMEDIATE})
-    torch.set_default_dtype(torch.bfloat16)
-    torch.manual_seed(0)
-    moe = DeepseekV2MoE(config, layer_id=0, prefix="mlp", alt_stream=SimpleNamespace(wait_stream=lambda other: None))
-    for parameter in moe.shared_experts.parameters():
-        parameter.data.normal_(std=0.05)
-    moe.experts = build_experts(spec, config)
-    torch.set_default_dtype(torch.float32)
-    moe.experts.dispatcher.skip_local_expert_mapping = True
-    return moe, fill_experts(moe.experts, spec["configuration"], spec.get("ep_rank"))
-
-
-def build_experts(spec: dict, config) -> torch.nn.Module:
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-    from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
-    from sglang.srt.runtime_context import get_flags
-
-    get_flags().moe.runner_backend = MoeRunnerBackend(CONFIGURATIONS[spec["configuration"]][0])
-    return FusedMoE(
-        num_experts=EXPERTS, top_k=TOP_K, layer_id=0, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE,
-        params_dtype=torch.bfloat16, quant_config=quant_config(spec), routed_scaling_factor=FACTOR,
-        routing_method_type=RoutingMethodType(spec.get("routing_method", 2)), activation=spec.get("activation", "silu"),
-        prefix="mlp.experts",
-    )
-
-
-def quant_config(spec: dict):
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
-    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
-
-    if spec["configuration"].startswith("nvfp4"):
-        return ModelOptFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16, exclude_modules=[], packed_modules_mapping={})
-    block = None if spec.get("per_tensor") else [128, 128]
-    return Fp8Config(
-        is_checkpoint_fp8_serialized=True, weight_block_size=block, is_fp4_experts=spec["configuration"] == "mxfp4"
-    )
-
-
-def fill_experts(experts, configuration: str, ep_rank):
-    """Put weights in as the kernels read them, without the layouts the stand-in does not model; return them dequantised."""
-    random = torch.Generator().manual_seed(1)
-    sizes = {"w13": (EXPERTS, 2 * INTERMEDIATE, HIDDEN), "w2": (EXPERTS, HIDDEN, INTERMEDIATE)}
-    local = slice(None) if ep_rank is None else slice(ep_rank * EXPERTS // 2, (ep_rank + 1) * EXPERTS // 2)
-    dequantised = {}
-    for name, size in sizes.items():
-        weight, scale, dequantised[name] = quantised(size, configuration, random)
-        scale_name = f"{name}_weight_scale" if configuration.startswith("nvfp4") else f"{name}_weight_scale_inv"
-        setattr(experts, f"{name}_weight", torch.nn.Parameter(weight[local], requires_grad=False))
-        setattr(experts, scale_name, torch.nn.Parameter(scale[local], requires_grad=False))
-    if ep_rank is not None:
-        experts.num_local_experts, experts.moe_ep_rank = EXPERTS // 2, ep_rank
-    finish_loading(experts, configuration)
-    return dequantised
-
-
-def finish_loading(experts, configuration: str) -> None:
-    """What loading leaves on the layer beside its weights."""
-    if configuration.startswith("nvfp4"):
-        for name in ("g1_scale_c", "g1_alphas", "g2_alphas", "w13_input_scale_quant"):
-            setattr(experts, name, torch.nn.Parameter(torch.ones(experts.num_local_experts), requires_grad=False))
-    elif configuration == "mxfp4":
-        experts.quant_method.flashinfer_mxfp4_moe_precision = "bf16"
-        experts.quant_method._register_static_scale_ones(experts)
-    else:
-        experts.quant_method._prepare_flashinfer_trtllm_activation_params(experts)
-
-
-def quantised(size, configuration: str, random):
-    """``(weights, scales, both multiplied in float64)`` of a random tensor."""
-    codes = e2m1_values(size, random)
-    if configuration.startswith("fp8"):
-        scale = 2.0 ** torch.randint(-7, -4, (size[0], size[1] // 128, size[2] // 128), generator=random).float()
-        return codes.to(torch.float8_e4m3fn), scale, codes * scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
-    block, kind = (32, torch.float8_e8m0fnu) if configuration == "mxfp4" else (16, torch.float8_e4m3fn)
-    scale = 2.0 ** torch.randint(-7, -4, (*size[:2], size[2] // block), generator=random).float()
-    packed_scale = scale.to(kind).view(torch.uint8).view(torch.float8_e4m3fn)
-    return pack_fp4(codes), packed_scale, codes * scale.double().repeat_interleave(block, -1)
-
-
-def e2m1_values(size, random) -> torch.Tensor:
-    magnitudes = trtllm_stand_in.E2M1.double()[torch.randint(0, 8, size, generator=random)]
-    return magnitudes * (torch.randint(0, 2, size, generator=random) * 2 - 1)
-
-
-def pack_fp4(values: torch.Tensor) -> torch.Tensor:
-    """E2M1 values ``[..., N]`` as codes, two to a byte, the first one low."""
-    codes = torch.bucketize(values.abs().float(), trtllm_stand_in.E2M1) + 8 * (values < 0)
-    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    return (low | high << 4).to(torch.uint8)
 
 
 def prepare(moe, spec: dict) -> None:
@@ -247,7 +147,11 @@ def prepare(moe, spec: dict) -> None:
     moe.topk_config.correction_bias = torch.linspace(-0.1, 0.1, EXPERTS)
     if spec.get("factor_left_to_finalize"):
         moe.experts.should_fuse_routed_scaling_factor_in_topk = False
-    if spec["flag"] == "1":
+    owners = {"moe": moe, "experts": moe.experts, "quant_method": moe.experts.quant_method}
+    for name, value in spec.get("set", {}).items():
+        owner, attribute = name.split(".")
+        setattr(owners[owner], attribute, value)
+    if spec.get("as_if_on_cuda"):
         as_if_on_cuda()
 
 
@@ -257,17 +161,6 @@ def as_if_on_cuda() -> None:
 
     find = deferral.find_row
     deferral.find_row = lambda experts, device: find(experts, "cuda")
-
-
-class Fixed(torch.nn.Module):
-    """Stands for a gate or a top-k: gives what it was made with."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def forward(self, *_, **__):
-        return self.value
 
 
 def set_routing(moe, tokens: int, spec: dict, weights=None, ids=None):
@@ -287,32 +180,6 @@ def set_routing(moe, tokens: int, spec: dict, weights=None, ids=None):
     in_top_k = FACTOR if moe.experts.should_fuse_routed_scaling_factor_in_topk else 1.0
     moe.topk = Fixed(StandardTopKOutput(weights * in_top_k, ids, logits))
     return ids, (weights * in_top_k).double() / in_top_k
-
-
-def routing_in_float64(logits, config):
-    """DeepSeek-V3's routing, token by token: ids, and weights whose product with the factor is a bf16 number."""
-    scores = logits.double().sigmoid()
-    biased = scores + config.correction_bias.double()
-    ids = torch.empty(len(logits), config.top_k, dtype=torch.int32)
-    size = logits.shape[1] // config.num_expert_group
-    for token, row in enumerate(biased):
-        best = sorted(range(config.num_expert_group), key=lambda g: -row[g * size : (g + 1) * size].topk(2).values.sum())
-        allowed = [e for e in range(len(row)) if e // size in best[: config.topk_group]]
-        ids[token] = torch.tensor(sorted(allowed, key=lambda e: -row[e])[: config.top_k])
-    weights = scores.gather(-1, ids.long())
-    return ids, (weights / weights.sum(-1, keepdim=True) * FACTOR).bfloat16().double() / FACTOR
-
-
-def rows_in_float64(x, ids, dequantised, ep_rank):
-    """Each token's experts one by one: ``[T, K, H]``, rounded to bf16 as the second GEMM does; 0 where the expert is elsewhere."""
-    rows = torch.zeros(*ids.shape, HIDDEN, dtype=torch.float64)
-    for token, k in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])).tolist():
-        expert = int(ids[token, k])
-        if expert < 0 or (ep_rank is not None and expert // (EXPERTS // 2) != ep_rank):
-            continue
-        up, gate = (dequantised["w13"][expert] @ x[token].double()).chunk(2)
-        rows[token, k] = (dequantised["w2"][expert] @ (gate / (1 + torch.exp(-gate)) * up)).bfloat16().double()
-    return rows
 
 
 def inputs(tokens: int) -> torch.Tensor:
@@ -423,10 +290,35 @@ def scenario_reason(moe, dequantised, spec) -> str:
     """Why the layer does not defer."""
     from sglang.sglang_overlay.srt.layers.moe.moe_runner.producers import find_row
 
-    for name, value in spec.get("set", {}).items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(moe.experts.quant_method if owner else moe.experts, attribute, value)
     return find_row(moe.experts, "cuda")[1]
+
+
+def scenario_explained(moe, dequantised, spec) -> None:
+    """A start and the ways of three forwards to their experts, of the same layer and of another; the experts do nothing."""
+    from sglang.sglang_overlay.srt.models.deepseek_v2 import experts_or_deferred, link_boundaries
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    set_routing(moe, 5, spec)
+    topk_output = StandardTopKOutput(None, None, None) if spec.get("standard_routing") else moe.topk.value
+    moe.experts.forward_impl = lambda hidden_states, topk_output, **_: hidden_states
+    link_boundaries(None)
+    for _ in range(2):
+        experts_or_deferred(moe)(inputs(5), topk_output)
+    assert experts_or_deferred(moe) is moe.experts
+    vars(moe).pop("moe_is_explained", None)
+    experts_or_deferred(moe)(inputs(5), topk_output)
+
+
+def scenario_unused_output(moe, dequantised, spec) -> list:
+    """Shapes of what SGLang makes with ``torch.empty`` in a deferred forward of five tokens."""
+    from sglang.sglang_overlay.srt.layers.moe.deferral import run_experts
+
+    set_routing(moe, 5, spec)
+    empty, shapes = torch.empty, []
+    torch.empty = lambda *size, **kwargs: shapes.append(size) or empty(*size, **kwargs)
+    run_experts(moe, inputs(5), moe.topk.value)
+    torch.empty = empty
+    return shapes
 
 
 def scenario_unfit_routing(moe, dequantised, spec) -> dict:

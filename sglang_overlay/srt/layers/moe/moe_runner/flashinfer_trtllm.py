@@ -6,7 +6,8 @@ are bf16 where the kernel routes by itself, and the caller's own tensor where id
 weights; given weights are taken as they are, whatever factor the call names.
 
 The stock call sites run as they are. Where one of them can only finalize, a patch puts ``deferring`` (or
-``deferring_fp8_routed``) around the name of what it calls; outside a deferral that is the stock callee.
+``deferring_fp8_routed``) around the name of what it calls, and ``allocating`` around what makes its output; outside a
+deferral those are the stock callees.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ def deferring(callee: Callable[..., Any]) -> Callable[..., Any]:
         return under_way.keep(callee(**kwargs, do_finalize=False))
 
     return call
+
+
+def allocating(empty: Callable[..., torch.Tensor]) -> Callable[..., Optional[torch.Tensor]]:
+    """What to call in place of ``torch.empty`` for a finished output ``[T, H]``: within a deferral nothing is finished."""
+    return empty if _UNDER_WAY.get() is None else lambda *size, **kwargs: None
 
 
 def deferring_fp8_routed(stock_wrapper: Callable[..., None]) -> Callable[..., Any]:
