@@ -81,7 +81,7 @@ def moe(x, w13, w2, ids, weights, scale_of, group=128, dtype=None, gate_up_delta
         token, k = (ids == expert).nonzero(as_tuple=True)
         gate_up = written(written(inputs[token] @ w13[expert].double().T) + gate_up_delta)
         gate, up = gate_up.split(intermediate, -1)
-        hidden = written(written(gate * gate.sigmoid()) * up)
+        hidden = written(gate * gate.sigmoid() * up)
         rows[token, k] = dequantised(hidden, group, scale_of) @ w2[expert].double().T
     if not combine:
         return written(rows)

@@ -135,8 +135,8 @@ def test_both_gemms_get_power_of_two_scales_on_every_path(seen, who, path):
 def test_the_whole_moe_is_the_oracles(seen, path):
     run = seen[f"declared None {path}"]
     reference = oracle(run, path, fp8_moe.power_of_two_scale)
-    # bf16 is rounded to in the same places; what is left is the kernels' fp32 SwiGLU and sum over k.
-    assert fp8_moe.relative_error(run["out"], reference) < 4e-3
+    # bf16 is rounded to in the same places; what is left is the sum over k, rounded once.
+    assert fp8_moe.relative_error(run["out"], reference) < 3e-3
     assert fp8_moe.relative_error(run["out"], oracle(run, path, fp8_moe.continuous_scale)) > 1e-2
 
 
