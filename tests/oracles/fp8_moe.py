@@ -32,7 +32,7 @@ def power_of_two_scale(amax):
     mantissa, exponent = torch.frexp(amax.double())  # amax = mantissa * 2**exponent, mantissa in [1/2, 1); 448 = 0.875 * 2**9
     power = torch.where(mantissa <= 0.875, exponent - 9, exponent - 8)
     power = torch.where(amax == 0, SMALLEST_EXPONENT, power).clamp_min(SMALLEST_EXPONENT)
-    return torch.ldexp(torch.ones_like(mantissa), power)
+    return ((power.long() + 1023) << 52).view(torch.float64)  # the bits of a float64; a power function need not be exact
 
 
 def continuous_scale(amax):

@@ -152,6 +152,11 @@ def test_a_scale_is_the_least_power_of_two_that_holds_amax(amax):
     assert scale == 2.0**-126 or Fraction(amax) > 448 * Fraction(scale) / 2
 
 
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=16, max_size=16))
+def test_any_group_is_the_oracles(values):
+    assert_reference_is_right(torch.tensor([values]), 16)
+
+
 @pytest.mark.parametrize(
     "value, scale, code",
     [(INFINITY, 2.0**120, 448.0), (-INFINITY, 2.0**120, -448.0), (float("nan"), 2.0, 448.0)],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ REST = {
     "once declared": {"scenario": "quant_once", "configuration": "declared", "flag": None, "path": "fused"},
     "once off": {"scenario": "quant_once", "configuration": "declared", "flag": "off", "path": "fused"},
     "once undeclared": {"scenario": "quant_once", "configuration": "undeclared", "flag": None, "path": "fused"},
+    **{f"compiled {configuration} {path}": {"scenario": "compiled", "configuration": configuration, "flag": None, "path": path}
+       for configuration in ("declared", "undeclared") for path in ("fused", "inplace")},
     "schemas": {"scenario": "schemas", "configuration": "declared", "flag": None, "path": "fused"},
 }
 STOCK = {
@@ -80,6 +83,16 @@ def what_it_saw(spec):
 @pytest.fixture(scope="module")
 def seen(overlay_tree, tmp_path_factory):
     return run_worker(overlay_tree, {**FORWARDS, **OTHERS, **CHOICES, **REST}, tmp_path_factory.mktemp("patched"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same on a tree that has this feature and no other."""
+    tree = tmp_path_factory.mktemp("alone") / "tree"
+    shutil.copytree(trees.stock_tree(), tree)
+    trees.run_apply("apply", str(tree / "sglang"), "--feature", "ue8m0-triton-moe")
+    runs = {f"declared None {path}": FORWARDS[f"declared None {path}"] for path in STOCK_PATHS}
+    return run_worker(tree, runs, tmp_path_factory.mktemp("alone_runs"))
 
 
 @pytest.fixture(scope="module")
@@ -217,3 +230,17 @@ def test_the_choice_is_in_the_custom_ops_schemas_and_comes_last(seen):
     found = seen["schemas"]
     assert all("bool scale_ue8m0=False" in schema for schema in found["ops"].values())
     assert all(parameters[-1] == "scale_ue8m0" for parameters in found["parameters"].values())
+
+
+@pytest.mark.parametrize("path", ["fused", "inplace"])
+@pytest.mark.parametrize("configuration", ["declared", "undeclared"])
+def test_the_choice_is_part_of_a_compiled_graph(seen, configuration, path):
+    run = seen[f"compiled {configuration} {path}"]
+    assert run["same"] and run["choices"] == [configuration == "declared"]
+    assert len(run["gemms"]) == 4
+    assert all(all_powers_of_two(gemm["scale"]) == (configuration == "declared") for gemm in run["gemms"])
+
+
+@pytest.mark.parametrize("path", STOCK_PATHS)
+def test_the_feature_works_without_the_others(seen, alone, path):
+    assert same(alone[f"declared None {path}"], seen[f"declared None {path}"])

@@ -132,6 +132,37 @@ def run_with_lora(experts, x, topk_output) -> torch.Tensor:
     return wrapped._forward_with_lora(x, topk_output, SimpleNamespace())
 
 
+def scenario_compiled(spec: dict) -> dict:
+    """The runner's function under a compiler: what the graph holds, and that it computes what was not compiled computes."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import override_config
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    os.environ.pop("TORCHDYNAMO_DISABLE")  # set for all CPU runs
+    torch._dynamo.config.disable = False
+    gemms, _ = stand_in_for_the_gpu()
+    experts = build_experts(spec)
+    fill(experts)
+    experts.moe_runner_config.inplace = spec["path"] == "inplace"
+    method, graphs = experts.quant_method, []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def run(x, weights, ids):
+        dispatched = experts.dispatcher.dispatch(hidden_states=x, topk_output=StandardTopKOutput(weights, ids, None))
+        return method.runner.run(dispatched, method.get_triton_quant_info(experts)).hidden_states * 2
+
+    random = torch.Generator().manual_seed(7)
+    x, weights = torch.randn(TOKENS, HIDDEN, generator=random).bfloat16(), torch.rand(TOKENS, TOP_K, generator=random)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=random)[:TOP_K] for _ in range(TOKENS)]).int()
+    with override_config({"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}):
+        eager = run(x.clone(), weights, ids)
+        compiled = torch.compile(run, backend=keep)(x.clone(), weights, ids)
+    ops = [node for graph in graphs for node in graph.graph.nodes if "place_fused_experts" in str(node.target)]
+    return {"same": torch.equal(eager, compiled), "choices": [node.kwargs.get("scale_ue8m0") for node in ops], "gemms": gemms}
+
+
 def scenario_choice(spec: dict) -> dict:
     """What is told to the runner, or how it was refused."""
     try:
