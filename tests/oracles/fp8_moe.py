@@ -61,13 +61,15 @@ def dequantised_weight(weight, scale, block):
     return weight.double() * wide[:, : weight.shape[1], : weight.shape[2]]
 
 
-def moe(x, w13, w2, ids, weights, scale_of, group=128, dtype=None, gate_up_delta=0.0, down_delta=0.0, factor=1.0, combine=True):
+def moe(x, w13, w2, ids, weights, scale_of, group=128, dtype=None, gate_rounded=False,
+        gate_up_delta=0.0, down_delta=0.0, combine=True):
     """The whole MoE: quantise, FC1, SwiGLU, quantise, FC2, weigh, sum over k.
 
     Args:
         x: ``[T, H]``; w13: ``[E, 2I, H]``, gate before up, dequantised; w2: ``[E, H, I]``; ids, weights: ``[T, K]``.
         scale_of: the scale of a group by its amax; None: activations are not quantised.
         dtype: what intermediates are rounded to where a kernel writes them to memory; None: not at all.
+        gate_rounded: the activated gate is rounded too, as by SGLang on a CPU, before it meets up.
         gate_up_delta, down_delta: what LoRA adds after each GEMM.
         combine: else ``[T, K, H]``, neither weighted nor summed.
     """
@@ -81,12 +83,13 @@ def moe(x, w13, w2, ids, weights, scale_of, group=128, dtype=None, gate_up_delta
         token, k = (ids == expert).nonzero(as_tuple=True)
         gate_up = written(written(inputs[token] @ w13[expert].double().T) + gate_up_delta)
         gate, up = gate_up.split(intermediate, -1)
-        hidden = written(gate * gate.sigmoid() * up)
+        activated = gate * gate.sigmoid()
+        hidden = written((written(activated) if gate_rounded else activated) * up)
         rows[token, k] = dequantised(hidden, group, scale_of) @ w2[expert].double().T
     if not combine:
         return written(rows)
     rows = written(written(rows * weights.double()[..., None]) + down_delta)
-    return factor * rows.sum(1)
+    return rows.sum(1)
 
 
 def relative_error(result, reference):

@@ -104,7 +104,7 @@ def oracle(run, path, scale_of):
     """What SGLang computes on a CPU, where the model code, not the runner, multiplies the routed scaling factor."""
     lora = path == "lora"
     return fp8_moe.moe(
-        run["x"], run["w13_weight"], run["w2_weight"], run["ids"], run["weights"], scale_of, dtype=torch.bfloat16,
+        run["x"], run["w13_weight"], run["w2_weight"], run["ids"], run["weights"], scale_of, dtype=torch.bfloat16, gate_rounded=True,
         gate_up_delta=GATE_UP_DELTA * lora, down_delta=DOWN_DELTA * lora, combine=path != "uncombined",
     )
 
