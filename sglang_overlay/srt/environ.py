@@ -55,10 +55,21 @@ MAX_TOKENS = Flag(
     feature="deferred-finalize",
     help="Forwards with more tokens than this do not defer; 0 disables deferral.",
 )
-FLAGS: Tuple[Flag, ...] = (ENABLE, FUSION, MAX_TOKENS)
+TRITON_UE8M0 = Flag(
+    name="SGLANG_MOE_TRITON_UE8M0",
+    default="auto",
+    values="auto, on, off",
+    feature="ue8m0-triton-moe",
+    help=(
+        "Power-of-two (UE8M0) activation scales in the Triton MoE of block-quantised FP8 experts. auto: where the "
+        "checkpoint declares scale_fmt ue8m0. on: also where it does not. off: nowhere, exactly the stock release."
+    ),
+)
+FLAGS: Tuple[Flag, ...] = (ENABLE, FUSION, MAX_TOKENS, TRITON_UE8M0)
 
 _FUSION_WAYS = ("auto", "separate", "eager")
 _FUSION_WAYS_TO_COME = ("fused", "flashinfer")
+_UE8M0_CHOICES = ("auto", "on", "off")
 
 
 class FlagError(ValueError):
@@ -70,12 +81,13 @@ class Settings:
     """The flags of this process, parsed.
 
     ``enable`` is ``"0"``, ``"1"`` or ``"auto"``; ``fusion`` one of ``auto``, ``separate``, ``eager``;
-    ``max_tokens`` the largest deferred batch in tokens.
+    ``max_tokens`` the largest deferred batch in tokens; ``triton_ue8m0`` one of ``auto``, ``on``, ``off``.
     """
 
     enable: str
     fusion: str
     max_tokens: int
+    triton_ue8m0: str
 
     @property
     def defers(self) -> bool:
@@ -97,6 +109,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
         enable=_parse_enable(_value(environ, ENABLE)),
         fusion=_parse_fusion(_value(environ, FUSION)),
         max_tokens=_parse_max_tokens(_value(environ, MAX_TOKENS) or MAX_TOKENS.default),
+        triton_ue8m0=_parse_ue8m0(_value(environ, TRITON_UE8M0) or TRITON_UE8M0.default),
     )
 
 
@@ -134,6 +147,12 @@ def _parse_max_tokens(value: str) -> int:
     if not value.isdecimal():
         raise _bad(MAX_TOKENS, value)
     return int(value)
+
+
+def _parse_ue8m0(value: str) -> str:
+    if value not in _UE8M0_CHOICES:
+        raise _bad(TRITON_UE8M0, value)
+    return value
 
 
 def _bad(flag: Flag, value: str, why: str = "") -> FlagError:

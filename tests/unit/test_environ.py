@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_overlay.srt.environ import ENABLE, FLAGS, FUSION, MAX_TOKENS, FlagError, parse
+from sglang_overlay.srt.environ import ENABLE, FLAGS, FUSION, MAX_TOKENS, TRITON_UE8M0, FlagError, parse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def test_unset_flags_mean_auto_and_stock():
     flags = parse({})
     assert (flags.enable, flags.fusion, flags.max_tokens) == ("auto", "auto", 192)
+    assert flags.triton_ue8m0 == "auto"
     assert not flags.defers
 
 
@@ -23,13 +24,19 @@ def test_enable_takes_the_words_stock_takes(word, enable):
     assert flags.defers == (enable == "1")
 
 
+@pytest.mark.parametrize("word, choice", [("on", "on"), ("OFF", "off"), (" auto ", "auto"), ("", "auto")])
+def test_ue8m0_takes_on_off_and_auto(word, choice):
+    assert parse({TRITON_UE8M0.name: word}).triton_ue8m0 == choice
+
+
 def test_max_tokens_zero_disables():
     assert not parse({ENABLE.name: "1", MAX_TOKENS.name: "0"}).defers
 
 
 @pytest.mark.parametrize(
     "flag, value",
-    [(ENABLE, "maybe"), (ENABLE, "2"), (FUSION, "turbo"), (MAX_TOKENS, "-1"), (MAX_TOKENS, "many"), (MAX_TOKENS, "1.5")],
+    [(ENABLE, "maybe"), (ENABLE, "2"), (FUSION, "turbo"), (MAX_TOKENS, "-1"), (MAX_TOKENS, "many"), (MAX_TOKENS, "1.5"),
+     (TRITON_UE8M0, "1"), (TRITON_UE8M0, "declared")],
 )
 def test_an_unknown_value_is_named_with_the_values_taken(flag, value):
     with pytest.raises(FlagError) as refused:
