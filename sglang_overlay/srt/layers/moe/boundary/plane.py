@@ -1,0 +1,132 @@
+"""The exchange plane: device memory of every rank, mapped by all its peers.
+
+Plain allocations shared by CUDA IPC; no multicast. A plane belongs to one stream of launches: two models that may run
+at the same time need a plane each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from .module import Config, load
+
+# How long a rank waits for a peer before it stops the process. Longer than any pause of a healthy rank that is inside
+# a forward (compiling a kernel takes seconds), shorter than SGLang's own watchdog of 300 s.
+TIMEOUT_S = 120.0
+
+
+class PlaneUnavailable(RuntimeError):
+    """Some rank could not set up its part of the plane; raised on every rank."""
+
+
+@dataclass
+class ExchangePlane:
+    """One rank's view of a plane for ``max_tokens`` rows.
+
+    Attributes:
+        config: the kernel configuration it was set up with; another ``top_k`` or dtype may use the plane too.
+        multiprocessors: the fewest of any rank's GPU, so that all ranks lay their launches out alike.
+        pointers: ``[world_size]`` int64 on the host; the plane of each rank as this process maps it.
+    """
+
+    config: Config
+    rank: int
+    max_tokens: int
+    multiprocessors: int
+    pointers: torch.Tensor
+    timeout_s: float = TIMEOUT_S
+    part: Optional["_Part"] = None
+
+    @classmethod
+    def create(
+        cls, group: Any, config: Config, max_tokens: int, timeout_s: float = TIMEOUT_S
+    ) -> "ExchangePlane":
+        """Set up the plane on all ranks of ``group`` together (a torch.distributed group that moves host objects).
+
+        Collective: on every rank, or on none. Not while a CUDA graph is being captured.
+
+        Raises:
+            PlaneUnavailable: on all ranks, where one of them could not compile, allocate or map; names rank and cause.
+        """
+        import torch.distributed as dist
+
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        own, refusal = _attempt(lambda: _Part.allocate(config, max_tokens))
+        offers = _all_gather((own and own.offer, refusal), group, world_size)
+        pointers = None
+        if not any(refusal for _, refusal in offers):
+            pointers, refusal = _attempt(lambda: own.map_peers([offer.handle for offer, _ in offers], rank))
+        # A second round: a peer may have failed to map what this rank offered.
+        refusals = _all_gather(refusal, group, world_size)
+        if any(refusals):
+            if own:
+                own.release()
+            causes = "; ".join(f"rank {i}: {cause}" for i, cause in enumerate(refusals) if cause)
+            raise PlaneUnavailable(f"the exchange plane could not be set up ({causes})")
+        multiprocessors = min(offer.multiprocessors for offer, _ in offers)
+        return cls(config, rank, max_tokens, multiprocessors, torch.tensor(pointers, dtype=torch.int64, device="cpu"), timeout_s, own)
+
+    def close(self) -> None:
+        """Free this rank's part; every rank must have stopped using the plane."""
+        if self.part:
+            self.part.release()
+            self.part = None
+
+
+class _Offer(NamedTuple):
+    handle: bytes
+    multiprocessors: int
+
+
+@dataclass
+class _Part:
+    """This rank's memory, and what it mapped of its peers'."""
+
+    module: Any
+    pointer: int
+    offer: _Offer
+    mapped: List[int] = field(default_factory=list)
+
+    @classmethod
+    def allocate(cls, config: Config, max_tokens: int) -> "_Part":
+        module = load(config)
+        multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        pointer = module.plane_allocate(module.plane_bytes(max_tokens))
+        try:
+            handle = bytes(module.plane_export(pointer))
+        except Exception:
+            module.plane_free(pointer)
+            raise
+        return cls(module, pointer, _Offer(handle, multiprocessors))
+
+    def map_peers(self, handles: List[bytes], rank: int) -> List[int]:
+        pointers = []
+        for peer, handle in enumerate(handles):
+            if peer != rank:
+                self.mapped.append(self.module.plane_open(handle))
+            pointers.append(self.pointer if peer == rank else self.mapped[-1])
+        return pointers
+
+    def release(self) -> None:
+        for pointer in self.mapped:
+            self.module.plane_close(pointer)
+        self.module.plane_free(self.pointer)
+
+
+def _attempt(step: Callable[[], Any]) -> Tuple[Any, str]:
+    """The step's result, or why it failed: whatever it is, the peers must hear of it rather than wait."""
+    try:
+        return step(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"[:500]
+
+
+def _all_gather(value: Any, group: Any, world_size: int) -> List[Any]:
+    import torch.distributed as dist
+
+    values: List[Any] = [None] * world_size
+    dist.all_gather_object(values, value, group=group)
+    return values
