@@ -220,3 +220,15 @@ def test_the_unified_call_still_drops_the_factor(real):
     """Which is why it goes into the weights; once FlashInfer hands it on, it may be left to the kernel."""
     function = functions(real["allreduce"])["allreduce_fusion"]
     assert "routed_scaling_factor" not in parameters(function)
+
+
+def test_what_is_borrowed_of_sglang_is_there(overlay_tree):
+    """Its probe of memory and its transport, both private to its module; with the parameters they are called with."""
+    file = overlay_tree / "sglang" / "srt" / "layers" / "flashinfer_comm_fusion.py"
+    tree = ast.parse(file.read_text())
+    probe = functions(tree)["_preflight_check_workspace_memory"]
+    assert list(parameters(probe)) == ["world_size", "max_token_num", "hidden_dim", "dtype", "cpu_group"]
+    (transport,) = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == "_FixedTorchDistBackend"]
+    assert list(parameters(functions(transport)["__init__"])) == ["self", "device_group", "cpu_group"]
+    assigned = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    assert {"_TorchDistBackend = None", "_TorchDistBackend = _FixedTorchDistBackend"} <= set(assigned)
