@@ -41,12 +41,21 @@ ENABLE = Flag(
 FUSION = Flag(
     name="SGLANG_MOE_FINALIZE_FUSION",
     default="auto",
-    values="auto, separate, eager",
+    values="auto, fused, flashinfer, separate, eager",
     feature="deferred-finalize",
     help=(
-        "How the next layer takes a deferred MoE output. eager: finalize, all-reduce, norm. separate: "
-        "finalize, then FlashInfer's fused all-reduce + norm. auto: separate where it can run, else eager."
+        "How the next layer takes a deferred MoE output. fused: all of it in one kernel. flashinfer: all of it in "
+        "FlashInfer's kernel. separate: finalize, then FlashInfer's fused all-reduce + norm. eager: finalize, "
+        "all-reduce, norm. auto: the fastest by the table of measurements; where that names none, separate "
+        "where it can run, else eager."
     ),
+)
+POLICY = Flag(
+    name="SGLANG_MOE_FINALIZE_POLICY",
+    default="built-in",
+    values="a JSON file of measurements; its form: sglang_overlay/srt/layers/moe/boundary/policy.py",
+    feature="deferred-finalize",
+    help="The table of measurements that auto goes by, in place of the built-in one; the same file on every rank.",
 )
 MAX_TOKENS = Flag(
     name="SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS",
@@ -65,10 +74,10 @@ TRITON_UE8M0 = Flag(
         "checkpoint declares scale_fmt ue8m0. on: also where it does not. off: nowhere, exactly the stock release."
     ),
 )
-FLAGS: Tuple[Flag, ...] = (ENABLE, FUSION, MAX_TOKENS, TRITON_UE8M0)
+FLAGS: Tuple[Flag, ...] = (ENABLE, FUSION, POLICY, MAX_TOKENS, TRITON_UE8M0)
 
-_FUSION_WAYS = ("auto", "separate", "eager")
-_FUSION_WAYS_TO_COME = ("fused", "flashinfer")
+# How the next layer can take a bundle.
+WAYS = ("fused", "flashinfer", "separate", "eager")
 _UE8M0_CHOICES = ("auto", "on", "off")
 
 
@@ -80,23 +89,26 @@ class FlagError(ValueError):
 class Settings:
     """The flags of this process, parsed.
 
-    ``enable`` is ``"0"``, ``"1"`` or ``"auto"``; ``fusion`` one of ``auto``, ``separate``, ``eager``;
-    ``max_tokens`` the largest deferred batch in tokens; ``triton_ue8m0`` one of ``auto``, ``on``, ``off``.
+    ``enable`` is ``"0"``, ``"1"`` or ``"auto"``; ``fusion`` is ``auto`` or one of ``WAYS``;
+    ``policy`` the file of the user's own measurements, or None; ``max_tokens`` the largest deferred batch in tokens;
+    ``triton_ue8m0`` one of ``auto``, ``on``, ``off``.
     """
 
     enable: str
     fusion: str
+    policy: Optional[str]
     max_tokens: int
     triton_ue8m0: str
 
     @property
-    def defers(self) -> bool:
-        """Whether any layer may defer.
+    def is_off(self) -> bool:
+        """Whether no layer defers, whatever was measured."""
+        return self.enable == "0" or self.max_tokens == 0
 
-        ``auto`` defers where a measurement says it is faster than stock; there is no such
-        measurement yet, so it is stock.
-        """
-        return self.enable == "1" and self.max_tokens > 0
+    @property
+    def by_policy(self) -> bool:
+        """Whether a layer defers only where a measurement says that this is faster than stock."""
+        return self.enable == "auto"
 
 
 def parse(environ: Mapping[str, str]) -> Settings:
@@ -108,6 +120,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
     return Settings(
         enable=_parse_enable(_value(environ, ENABLE)),
         fusion=_parse_fusion(_value(environ, FUSION)),
+        policy=environ.get(POLICY.name, "").strip() or None,
         max_tokens=_parse_max_tokens(_value(environ, MAX_TOKENS) or MAX_TOKENS.default),
         triton_ue8m0=_parse_ue8m0(_value(environ, TRITON_UE8M0) or TRITON_UE8M0.default),
     )
@@ -136,9 +149,7 @@ def _parse_enable(value: Optional[str]) -> str:
 def _parse_fusion(value: Optional[str]) -> str:
     if value is None:
         return FUSION.default
-    if value in _FUSION_WAYS_TO_COME:
-        raise _bad(FUSION, value, "this version of the overlay does not have it yet; ")
-    if value not in _FUSION_WAYS:
+    if value != "auto" and value not in WAYS:
         raise _bad(FUSION, value)
     return value
 
@@ -155,5 +166,5 @@ def _parse_ue8m0(value: str) -> str:
     return value
 
 
-def _bad(flag: Flag, value: str, why: str = "") -> FlagError:
-    return FlagError(f"{flag.name}={value}: {why}valid values are: {flag.values}.")
+def _bad(flag: Flag, value: str) -> FlagError:
+    return FlagError(f"{flag.name}={value}: valid values are: {flag.values}.")

@@ -6,8 +6,8 @@ from cpu_serving import trees
 from cpu_serving.server import ServerFailed, serve
 
 UNKNOWN_ENABLE = Way("enable-maybe", "overlay", ((ENABLE, "maybe"),))
-UNKNOWN_FUSION = Way("fusion-fused", "overlay", ((ENABLE, "1"), (FUSION, "fused")))
-UNMET_FUSION = Way("fusion-separate", "overlay", ((ENABLE, "1"), (FUSION, "separate")))
+UNKNOWN_FUSION = Way("fusion-turbo", "overlay", ((ENABLE, "1"), (FUSION, "turbo")))
+UNMET_FUSIONS = [Way(f"fusion-{way}", "overlay", ((ENABLE, "1"), (FUSION, way))) for way in ("fused", "flashinfer", "separate")]
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def refusal_of(model, tree_of):
 
 @pytest.mark.parametrize("way, valid", [
     pytest.param(UNKNOWN_ENABLE, ("0", "1"), id="enable"),
-    pytest.param(UNKNOWN_FUSION, ("auto", "separate", "eager"), id="fusion"),
+    pytest.param(UNKNOWN_FUSION, ("auto", "fused", "flashinfer", "separate", "eager"), id="fusion"),
 ])
 def test_an_unknown_value_is_refused(way, valid, refusal_of):
     """The error names the flag, the value and the values there are."""
@@ -36,10 +36,11 @@ def test_an_unknown_value_is_refused(way, valid, refusal_of):
     assert all(word in error.split("valid values")[1] for word in valid)
 
 
-def test_a_way_that_cannot_run_is_refused(refusal_of):
+@pytest.mark.parametrize("way", UNMET_FUSIONS, ids=str)
+def test_a_way_that_cannot_run_is_refused(way, refusal_of):
     """The error names the flag, the value and the condition that a CPU does not meet."""
-    error = error_line(refusal_of(UNMET_FUSION), FUSION)
-    assert "separate" in error
+    error = error_line(refusal_of(way), FUSION)
+    assert f"{FUSION}={way.flags[-1][1]}" in error
     assert "GPU" in error
 
 

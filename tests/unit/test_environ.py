@@ -5,23 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from sglang_overlay.srt.environ import ENABLE, FLAGS, FUSION, MAX_TOKENS, TRITON_UE8M0, FlagError, parse
+from sglang_overlay.srt.environ import ENABLE, FLAGS, FUSION, MAX_TOKENS, POLICY, TRITON_UE8M0, WAYS, FlagError, parse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_unset_flags_mean_auto_and_stock():
     flags = parse({})
-    assert (flags.enable, flags.fusion, flags.max_tokens) == ("auto", "auto", 192)
+    assert (flags.enable, flags.fusion, flags.policy, flags.max_tokens) == ("auto", "auto", None, 192)
+    assert flags.by_policy and not flags.is_off
     assert flags.triton_ue8m0 == "auto"
-    assert not flags.defers
 
 
 @pytest.mark.parametrize("word, enable", [("1", "1"), ("TRUE", "1"), ("y", "1"), ("0", "0"), ("No", "0"), ("", "auto"), (" 1 ", "1")])
 def test_enable_takes_the_words_stock_takes(word, enable):
     flags = parse({ENABLE.name: word})
     assert flags.enable == enable
-    assert flags.defers == (enable == "1")
+    assert (flags.is_off, flags.by_policy) == (enable == "0", enable == "auto")
 
 
 @pytest.mark.parametrize("word, choice", [("on", "on"), ("OFF", "off"), (" auto ", "auto"), ("", "auto")])
@@ -30,7 +30,7 @@ def test_ue8m0_takes_on_off_and_auto(word, choice):
 
 
 def test_max_tokens_zero_disables():
-    assert not parse({ENABLE.name: "1", MAX_TOKENS.name: "0"}).defers
+    assert parse({ENABLE.name: "1", MAX_TOKENS.name: "0"}).is_off
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,14 @@ def test_an_unknown_value_is_named_with_the_values_taken(flag, value):
     assert flag.values in str(refused.value)
 
 
-@pytest.mark.parametrize("way", ["fused", "flashinfer"])
-def test_a_way_to_come_is_refused_by_name(way):
-    with pytest.raises(FlagError, match=f"{FUSION.name}={way}.*does not have it yet"):
-        parse({FUSION.name: way})
+@pytest.mark.parametrize("way", ["auto", *WAYS])
+def test_every_way_is_taken_and_named_in_the_flags_values(way):
+    assert parse({FUSION.name: way.upper()}).fusion == way
+    assert way in FUSION.values.split(", ")
+
+
+def test_a_policy_file_is_named_as_written():
+    assert parse({POLICY.name: " /tmp/My Table.json "}).policy == "/tmp/My Table.json"
 
 
 def test_readme_table_is_the_table_in_code():

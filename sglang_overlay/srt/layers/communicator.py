@@ -2,6 +2,7 @@
 
 A way turns a bundle and the residual into ``(norm_out, residual_out)``, both ``[T, H]``, fresh and complete
 on every rank: ``norm_out = RMSNorm(residual_out)``, ``residual_out = residual + all_reduce(finalize(bundle))``.
+Which way a forward takes is settled per model, in ``moe/boundary/model.py``.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
-from ..environ import FUSION, settings
+from .layernorm import fusion_unmet, weight_bias
+from .moe.boundary import flashinfer as flashinfer_kernel
+from .moe.boundary import kernel as fused_kernel
+from .moe.boundary.model import Boundary
 from .moe.counters import COUNTERS
-from .moe.deferral import Guard, first_true
+from .moe.deferral import Guard, first_true, log_once
 from .moe.deferred_output import DeferredMoeOutput, finalize
 
-Boundary = Tuple[torch.Tensor, torch.Tensor]
-Way = Callable[[torch.nn.Module, DeferredMoeOutput, torch.Tensor], Boundary]
+Outputs = Tuple[torch.Tensor, torch.Tensor]
+Way = Callable[[Boundary, torch.nn.Module, DeferredMoeOutput, torch.Tensor], Outputs]
 
 
 def take_deferred(
@@ -26,7 +30,7 @@ def take_deferred(
     residual: Optional[torch.Tensor],
     forward_batch: Any,
     post_residual_addition: Optional[torch.Tensor] = None,
-) -> Boundary:
+) -> Outputs:
     """``LayerCommunicator.prepare_attn`` for a bundle: looked at before anything that asks for a shape.
 
     Raises:
@@ -36,24 +40,58 @@ def take_deferred(
     _check_hand_over(output, residual)
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
-    way = way_for(output.num_tokens)
+    boundary = getattr(communicator, "moe_boundary", None) or _unlinked()
+    way = way_for(boundary, communicator.input_layernorm, output, residual)
     COUNTERS.ways[way] += 1
-    hidden_states, residual = WAYS[way](communicator.input_layernorm, output, residual)
+    hidden_states, residual = WAYS[way](boundary, communicator.input_layernorm, output, residual)
     return _enter_attention(communicator, hidden_states, forward_batch), residual
 
 
-def eager(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> Boundary:
+def way_for(boundary: Boundary, layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> str:
+    """The model's way for this many tokens; the one to fall back to where the bundle is not of the form it takes."""
+    way = boundary.way(output.num_tokens)
+    reason = bundle_unmet(way, boundary, layernorm, output, residual)
+    if not reason:
+        return way
+    fallback = boundary.fallback(output.num_tokens)
+    log_once(f"{fallback} in place of {way}: {reason}")
+    return fallback
+
+
+def bundle_unmet(
+    way: str, boundary: Boundary, layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor
+) -> str:
+    """Why a way does not take a bundle; empty where it does. By dtypes, shapes and strides, which are equal on all ranks."""
+    if way == "fused":
+        return fused_kernel.unmet(boundary.plane, output, residual, layernorm.weight)
+    if way == "flashinfer":
+        return flashinfer_kernel.bundle_unmet(output, residual, layernorm.weight)
+    return ""
+
+
+def fused(boundary: Boundary, layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> Outputs:
+    """All of it in one kernel, over the model's exchange plane."""
+    gamma, eps = layernorm.weight.data, layernorm.variance_epsilon
+    return fused_kernel.fused_boundary(boundary.plane, output, residual, gamma, eps, weight_bias(layernorm))
+
+
+def flashinfer(boundary: Boundary, layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> Outputs:
+    """All of it in FlashInfer's kernel, over the model's workspace."""
+    gamma, eps = layernorm.weight.data, layernorm.variance_epsilon
+    return flashinfer_kernel.take(boundary.workspace, output, residual, gamma, eps, weight_bias(layernorm))
+
+
+def eager(boundary: Boundary, layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> Outputs:
     """Finalize, all-reduce, norm: three steps, on every device."""
     # A clone, because the plain norm adds into the residual in place and an earlier layer's may be held elsewhere.
     return layernorm(all_reduce(finalize(output)), residual.clone())
 
 
-def separate(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> Boundary:
+def separate(boundary: Boundary, layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> Outputs:
     """Finalize, then FlashInfer's fused all-reduce + residual + RMSNorm.
 
     Calls the fused op itself: where it declines, the stock norm would go on without the all-reduce.
     """
-    from sglang.srt.layers.communicator import FUSE_ALLREDUCE_MAX_BATCH_SIZE
     from sglang.srt.layers.flashinfer_comm_fusion import flashinfer_allreduce_residual_rmsnorm
 
     hidden_states = finalize(output)
@@ -63,7 +101,7 @@ def separate(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: to
         weight=layernorm.weight,
         eps=layernorm.variance_epsilon,
         # As stock asks, so that the two share one workspace and none grows while serving.
-        max_token_num=FUSE_ALLREDUCE_MAX_BATCH_SIZE,
+        max_token_num=separate_up_to(),
         use_attn_tp_group=False,
     )
     if norm_out is None:
@@ -71,36 +109,24 @@ def separate(layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: to
     return norm_out, residual_out
 
 
-WAYS: Dict[str, Way] = {"eager": eager, "separate": separate}
+WAYS: Dict[str, Way] = {"fused": fused, "flashinfer": flashinfer, "separate": separate, "eager": eager}
 
 
-def way_for(num_tokens: int) -> str:
-    """The way for a forward of this many tokens: the chosen one within FlashInfer's workspace, ``eager`` beyond it."""
+def separate_up_to() -> int:
+    """The most tokens that ``separate`` takes: those of SGLang's own workspace."""
     from sglang.srt.layers.communicator import FUSE_ALLREDUCE_MAX_BATCH_SIZE
 
-    return chosen_way() if num_tokens <= FUSE_ALLREDUCE_MAX_BATCH_SIZE else "eager"
+    return FUSE_ALLREDUCE_MAX_BATCH_SIZE
 
 
 @lru_cache(maxsize=1)
-def chosen_way() -> str:
-    """The way this process takes bundles; the same on every rank, fixed at the first call.
-
-    Raises:
-        RuntimeError: a way was asked for that cannot run here; the message names the unmet condition.
-    """
-    wanted = settings().fusion
-    if wanted == "eager":
-        return "eager"
-    unmet = separate_unmet()
-    if not unmet:
-        return "separate"
-    if wanted == "separate":
-        raise RuntimeError(f"{FUSION.name}=separate cannot run here: {unmet}. Use auto or eager.")
-    return "eager"
+def _unlinked() -> Boundary:
+    """For a layer that no model has linked and that is handed a bundle all the same."""
+    return Boundary(wanted="eager", separate_up_to=0)
 
 
-def separate_unmet() -> str:
-    """The condition that keeps FlashInfer's fused all-reduce + norm from running; empty where it runs."""
+def separate_unmet(norms: Tuple[torch.nn.Module, ...]) -> str:
+    """The condition that keeps FlashInfer's fused all-reduce + norm from running before these norms; empty where it runs."""
     from sglang.srt.layers import communicator as stock
     from sglang.srt.layers.flashinfer_comm_fusion import is_flashinfer_allreduce_unavailable
     from sglang.srt.runtime_context import get_exec, get_parallel
@@ -118,8 +144,12 @@ def separate_unmet() -> str:
                 "FlashInfer all-reduce fusion is off (--flashinfer-allreduce-fusion-backend)",
             ),
             (lambda _: is_flashinfer_allreduce_unavailable(), "FlashInfer's all-reduce workspace is unavailable"),
+            (
+                lambda norms: any(fusion_unmet(norm) or weight_bias(norm) for norm in norms),
+                "a layer's norm is not the plain RMSNorm",
+            ),
         ),
-        None,
+        norms,
     )
 
 

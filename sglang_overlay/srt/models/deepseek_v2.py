@@ -6,31 +6,39 @@ With deferral off every function here does what the stock line it replaced did.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
 from ..environ import settings
-from ..layers.communicator import all_reduce, chosen_way, keeps_because
+from ..layers.communicator import all_reduce, keeps_because, separate_unmet, separate_up_to
+from ..layers.moe.boundary import model as boundaries
 from ..layers.moe.deferral import (
+    DEFER_GUARDS,
     OFF_UNDER_AUTO,
     Deferral,
     deferral_of,
+    device,
     explain,
     finish_or_carry,
+    first_true,
     is_unexplained,
     log_once,
+    may_defer,
     run_experts,
 )
 from ..layers.moe.deferred_output import is_deferred
+from ..layers.moe.moe_runner.producers import expected_weight_dtype
+
+# An MoE layer, the communicator of the layer after it, and why that one cannot take a bundle.
+Link = Tuple[torch.nn.Module, Any, str]
 
 
 def experts_or_deferred(moe: torch.nn.Module) -> Callable[..., Any]:
     """What to call with ``(hidden_states, topk_output)`` in place of ``moe.experts``."""
-    flags = settings()
-    if flags.defers:
+    if may_defer(moe):
         return partial(run_experts, moe)
-    if flags.enable == "auto" and is_unexplained(moe):
+    if settings().by_policy and is_unexplained(moe):
         return partial(_explain_and_run, moe)
     return moe.experts
 
@@ -40,7 +48,7 @@ def stock_defers(moe: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
 
     Not where this forward of ``hidden_states`` ``[T, H]`` defers through the overlay: only a bundle can be handed on.
     """
-    if settings().defers and not deferral_of(moe).not_now(hidden_states.shape[0]):
+    if may_defer(moe) and not deferral_of(moe).stays_stock(hidden_states.shape[0]):
         return False
     return moe.experts.supports_deferred_finalize
 
@@ -61,7 +69,7 @@ def fuse_or_carry(layer: torch.nn.Module, forward_batch: Any, hidden_states: tor
 
     Decides, before compute, whether the MoE under way hands on a bundle. ``hidden_states`` is its input, ``[T, H]``.
     """
-    if settings().defers and _is_moe(layer.mlp):
+    if _is_moe(layer.mlp) and may_defer(layer.mlp):
         deferral = deferral_of(layer.mlp)
         deferral.carries_now = _carries(deferral, forward_batch, hidden_states.shape[0])
         if deferral.carries_now:
@@ -88,30 +96,78 @@ def tensor_or_none(hidden_states: Any) -> Optional[torch.Tensor]:
 
 
 def link_boundaries(model: torch.nn.Module) -> None:
-    """Tell each MoE layer of this pipeline stage whether the layer after it can take its bundle.
+    """Tell each MoE layer of this pipeline stage whether the layer after it can take its bundle, and that layer how.
 
-    Called once, when the layers are built, so that a wrong flag stops the server before it loads weights.
+    Called once, when the layers are built, so that a wrong flag stops the server before it loads weights, and every
+    model has planes and workspaces of its own: target and draft may run at the same time. Collective.
 
     Raises:
         FlagError: a flag holds a value it does not take.
+        PolicyError: a table of measurements cannot be used, or ranks differ in theirs.
         RuntimeError: the way asked for cannot run here.
     """
-    flags = settings()
-    if flags.enable == "auto":
-        log_once(OFF_UNDER_AUTO)
-    if not flags.defers:
+    if settings().is_off:
         return
-    chosen_way()
+    links = _links(model)
+    # What one of these guards holds back at the start it holds back for good: nothing to set up for.
+    used = [link for link in links if not link[2] and not first_true(DEFER_GUARDS, link[0].mlp)]
+    boundary = _boundary(model, used) if used else None
+    if settings().by_policy and not (boundary and boundary.gains_up_to(settings().max_tokens)):
+        log_once(OFF_UNDER_AUTO)
+        return
+    for layer, _, reason in links:
+        layer.mlp.moe_keeps_because = reason
+        layer.mlp.moe_is_explained = True
+    for layer, following, _ in used:
+        layer.mlp.moe_boundary = following.moe_boundary = boundary
+    _log_links(links, boundary)
+
+
+def _links(model: torch.nn.Module) -> List[Link]:
+    """Each MoE layer, the communicator after it (or None), and why that cannot take a bundle (empty where it can)."""
     stage = list(model.layers[model.start_layer : model.end_layer])
-    keeps = {}
+    links = []
     for layer, following in zip(stage, stage[1:] + [None]):
         if _is_moe(layer.mlp):
-            reason = keeps_because(layer.layer_communicator, following and following.layer_communicator)
-            layer.mlp.moe_keeps_because = reason
-            keeps.setdefault(reason, []).append(layer.layer_id)
-    for reason, layer_ids in keeps.items():
-        outcome = f"finalized in the layer: {reason}" if reason else f"handed to the next layer, taken by {chosen_way()}"
-        log_once(f"what layers {layer_ids} defer is {outcome}")
+            after = following and following.layer_communicator
+            links.append((layer, after, keeps_because(layer.layer_communicator, after)))
+    return links
+
+
+def _boundary(model: torch.nn.Module, links: List[Link]) -> Optional[boundaries.Boundary]:
+    """How the layers after ``links`` take bundles; None where by the measurements there is nothing to take."""
+    from sglang.srt.runtime_context import get_parallel
+
+    experts = links[0][0].mlp.experts
+    norms = tuple(following.input_layernorm for _, following, _ in links)
+    facts = boundaries.Facts(
+        world_size=get_parallel().tp_size,
+        hidden=model.config.hidden_size,
+        top_k=experts.top_k,
+        activation=norms[0].weight.dtype,
+        weight=expected_weight_dtype(experts, device()),
+        norms=norms,
+    )
+    policy = boundaries.agreed_policy(facts.world_size, facts.hidden)
+    if settings().by_policy and not policy.wins_up_to(settings().max_tokens):
+        return None
+    unmet = separate_unmet(norms)
+    return boundaries.build(facts, policy, unmet, separate_up_to(), log_once)
+
+
+def _log_links(links: List[Link], boundary: Optional[boundaries.Boundary]) -> None:
+    by_reason: Dict[str, List[int]] = {}
+    for layer, _, reason in links:
+        if reason or boundary:
+            by_reason.setdefault(reason, []).append(layer.layer_id)
+    for reason, layer_ids in by_reason.items():
+        taken = f"finalized in the layer: {reason}" if reason else f"handed to the next layer, {_taken(boundary)}"
+        log_once(f"what layers {layer_ids} defer is {taken}")
+
+
+def _taken(boundary: boundaries.Boundary) -> str:
+    source = boundary.policy.source
+    return f"taken by {boundary.ranges(settings().max_tokens)}" + (f" ({source})" if source else "")
 
 
 def _explain_and_run(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_output: Any, **extra: Any) -> Any:
@@ -129,7 +185,7 @@ def _carries(deferral: Deferral, forward_batch: Any, num_tokens: int) -> bool:
 
 
 def _decision_left_over(layer: torch.nn.Module) -> bool:
-    return settings().defers and _is_moe(layer.mlp) and deferral_of(layer.mlp).take_decision()
+    return _is_moe(layer.mlp) and may_defer(layer.mlp) and deferral_of(layer.mlp).take_decision()
 
 
 def _is_moe(mlp: torch.nn.Module) -> bool:

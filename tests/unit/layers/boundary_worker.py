@@ -3,6 +3,7 @@
 Run by ``test_boundary.py`` as ``boundary_worker.py RUNS.json``, a list of runs, each a list of the specs of its ranks.
 Each rank writes what it saw to ``spec["out"]`` as a torch file, its output to ``spec["log"]``. Everything but the attention is SGLang's own:
 layers, communicators, process groups. SGLang is imported once, and each rank forked: importing takes longer than all else.
+With ``spec["stand_ins"]`` what a boundary runs on GPUs is stood in for by torch (``boundary_stand_ins.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import boundary_stand_ins
 import torch
 from cpu_serving import forked
 
@@ -37,7 +39,16 @@ def import_sglang() -> None:
 
 def run_rank(spec: dict) -> None:
     """Go through the scenarios; the output file exists only if all got through."""
-    model = build_model(spec)
+    os.environ.update(spec["flags"])
+    if spec["stand_ins"]:
+        spec["made"] = boundary_stand_ins.install(spec.get("failing_rank"))
+    try:
+        model = build_model(spec)
+    except (RuntimeError, ValueError) as error:
+        if not spec.get("refused"):
+            raise
+        torch.save({"refused": str(error)}, spec["out"])
+        return
     stub_attention(model)
     scenarios = {name: globals()[f"scenario_{name}"] for name in spec["scenarios"]}
     torch.save({name: run(model, spec) for name, run in scenarios.items()}, spec["out"])
@@ -61,7 +72,7 @@ def build_model(spec: dict) -> torch.nn.Module:
     args = ServerArgs(
         model_path=spec["checkpoint"],
         device="cpu",
-        dtype="float32",
+        dtype=spec["dtype"],
         attention_backend="triton",
         disable_cuda_graph=True,
         skip_tokenizer_init=True,
@@ -75,7 +86,7 @@ def build_model(spec: dict) -> torch.nn.Module:
     # The map of this rank's experts goes to an accelerator, which is not there.
     standard.get_device = lambda: "cpu"
     initialize_moe_config()
-    config = ModelConfig(model_path=spec["checkpoint"], dtype="float32")
+    config = ModelConfig(model_path=spec["checkpoint"], dtype=spec["dtype"])
     init_distributed_environment(
         world_size=sizes["tp"] * sizes["pp"],
         rank=spec["rank"],
@@ -145,7 +156,8 @@ def run_stage(model, num_tokens: int = TOKENS, capture=(), **fields):
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
     generator = torch.Generator().manual_seed(7)
-    hidden, residual = (torch.randn(num_tokens, HIDDEN, generator=generator) for _ in range(2))
+    dtype = model.layers[model.start_layer].input_layernorm.weight.dtype
+    hidden, residual = (torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype) for _ in range(2))
     proxy = None if model.pp_group.is_first_rank else PPProxyTensors({"hidden_states": hidden, "residual": residual})
     batch = forward_batch(num_tokens, **fields)
     model.layers_to_capture = list(capture)
@@ -207,7 +219,8 @@ def scenario_deferred_only(model, spec):
 
 
 def scenario_hybrid(model, spec):
-    return {"carried": carried_layers(model), "layers": counted(lambda: None)[1]["layers"]}
+    set_up = [layer.layer_id for layer in stage(model) if hasattr(layer.layer_communicator, "moe_boundary")]
+    return {"carried": carried_layers(model), "layers": counted(lambda: None)[1]["layers"], "set_up": set_up}
 
 
 def carried_layers(model, num_tokens=TOKENS, **fields):
@@ -307,16 +320,17 @@ def hand_over(model, value: float, residual: float, capture: bool = False):
     from sglang.sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput
 
     communicator = stage(model)[-1].layer_communicator
-    poison = torch.full((3, HIDDEN), float("nan"))
+    dtype = communicator.input_layernorm.weight.dtype
+    poison = torch.full((3, HIDDEN), float("nan"), dtype=dtype)
     bundle = DeferredMoeOutput(
-        gemm2_out=torch.cat([poison, torch.full((1, HIDDEN), value), poison]),
+        gemm2_out=torch.cat([poison, torch.full((1, HIDDEN), value, dtype=dtype), poison]),
         expanded_idx_to_permuted_idx=torch.tensor([[3, -1]], dtype=torch.int32),
         expert_weights=torch.tensor([[1.0, float("nan")]]),
         num_tokens=1,
         top_k=2,
         hidden=HIDDEN,
     )
-    seen, residual_in = [], torch.full((1, HIDDEN), residual)
+    seen, residual_in = [], torch.full((1, HIDDEN), residual, dtype=dtype)
     with torch.no_grad():
         norm_out, residual_out = communicator.prepare_attn_and_capture_last_layer_outputs(
             bundle, residual_in, forward_batch(1), seen if capture else None
@@ -370,6 +384,138 @@ def scenario_triton_producer(model, spec):
         "native": finalize(producers.native_producer(experts)(x, topk_output) * bundle.routed_scaling_factor),
         "input_kept": torch.equal(x, torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3)).half()),
     }
+
+
+def scenario_made(model, spec):
+    """What was set up for this model."""
+    boundary = getattr(stage(model)[-1].layer_communicator, "moe_boundary", None)
+    planes = [(plane.config._asdict(), plane.max_tokens) for plane in spec["made"].planes]
+    return {"planes": planes, "ranges": boundary.ranges(192) if boundary else ""}
+
+
+def scenario_two_models(model, spec):
+    """A second model in the same process, as a draft is: do the two share a plane?"""
+    from sglang.sglang_overlay.srt.models.deepseek_v2 import link_boundaries
+
+    own = stage(model)[-1].layer_communicator.moe_boundary
+    link_boundaries(model)
+    return stage(model)[-1].layer_communicator.moe_boundary.plane is own.plane
+
+
+def scenario_not_carried(model, spec):
+    """A forward of few tokens whose bundle the next layer may not take, as with two-batch overlap."""
+    from sglang.sglang_overlay.srt.models import deepseek_v2 as seams
+
+    carries, seams._carries = seams._carries, lambda *_: False
+    try:
+        return compare(model, num_tokens=1)
+    finally:
+        seams._carries = carries
+
+
+def scenario_over_plane(model, spec):
+    """One token more than the plane has rows, and as many as it has."""
+    return {rows: compare(model, num_tokens=rows) for rows in (boundary_stand_ins.PLANE_ROWS, boundary_stand_ins.PLANE_ROWS + 1)}
+
+
+def random_bundle(communicator, rank: int, padding: float, tokens: int = TOKENS):
+    """``(bundle, residual)``: 3 experts a token, one in six not on this rank; rows that no index names hold ``padding``."""
+    from sglang.sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput
+
+    top_k, rows = 3, 5 * tokens
+    own, same = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(99)
+    dtype = communicator.input_layernorm.weight.dtype
+    index = torch.randperm(rows, generator=own)[: tokens * top_k].int().view(tokens, top_k)
+    gemm2_out = torch.randn(rows, HIDDEN, generator=own)
+    index[torch.rand(tokens, top_k, generator=own) < 1 / 6] = -7
+    named = index[index >= 0].long()
+    gemm2_out = torch.full_like(gemm2_out, padding).index_copy(0, named, gemm2_out[named])
+    bundle = DeferredMoeOutput(
+        gemm2_out=gemm2_out.to(dtype),
+        expanded_idx_to_permuted_idx=index,
+        expert_weights=torch.rand(tokens, top_k, generator=same),
+        num_tokens=tokens,
+        top_k=top_k,
+        hidden=HIDDEN,
+        routed_scaling_factor=2.5,
+        shared_output=torch.randn(tokens, HIDDEN, generator=own).to(dtype),
+    )
+    return bundle, torch.randn(tokens, HIDDEN, generator=same).to(dtype)
+
+
+def scenario_ways(model, spec):
+    """The same bundle by each way that is set up, and in float64."""
+    from sglang.sglang_overlay.srt.layers.communicator import WAYS
+    from sglang.srt.distributed import get_tp_group
+
+    communicator = stage(model)[-1].layer_communicator
+    norm, boundary = communicator.input_layernorm, communicator.moe_boundary
+    norm.weight.data.copy_(1 + 0.1 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5)))
+    bundle, residual = random_bundle(communicator, spec["rank"], float("nan"))
+    unpadded, _ = random_bundle(communicator, spec["rank"], 0.0)
+    before = residual.clone()
+    names = [way for way in WAYS if (way != "fused" or boundary.plane) and (way != "flashinfer" or boundary.workspace)]
+    with torch.no_grad():
+        results = {way: WAYS[way](boundary, norm, bundle, residual) for way in names}
+        again = {way: WAYS[way](boundary, norm, unpadded, residual) for way in names}
+    assert torch.equal(residual, before)
+    return {
+        "results": results,
+        "padding_matters": [way for way in names if not all(map(torch.equal, results[way], again[way]))],
+        "exact": exact_boundary(unpadded, residual, norm, get_tp_group().cpu_group),
+    }
+
+
+def exact_boundary(bundle, residual, norm, group):
+    """``(norm_out, residual_out)`` in float64."""
+    rows = bundle.gemm2_out.double()[bundle.expanded_idx_to_permuted_idx.clamp_min(0).long()]
+    weights = bundle.expert_weights.double() * (bundle.expanded_idx_to_permuted_idx >= 0)
+    own = 2.5 * (rows * weights[..., None]).sum(1) + bundle.shared_output.double()
+    total = sum(boundary_stand_ins.of_all_ranks(own, group)) + residual.double()
+    scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return total * scale * norm.weight.data.double(), total
+
+
+def scenario_misfits(model, spec):
+    """Bundles of other forms than the model's way takes: by which way they are taken, and whether the result is right."""
+    from dataclasses import replace
+
+    from sglang.srt.distributed import get_tp_group
+
+    communicator = stage(model)[-1].layer_communicator
+    bundle, residual = random_bundle(communicator, spec["rank"], 0.0)
+    wide = torch.cat([bundle.gemm2_out, bundle.gemm2_out], dim=1)
+    misfits = {
+        "a row of its own length": bundle,
+        "longer rows": replace(bundle, gemm2_out=wide),
+        "another dtype": replace(bundle, shared_output=bundle.shared_output.float()),
+        "unaligned": replace(bundle, gemm2_out=torch.cat([wide[:, :1], bundle.gemm2_out], dim=1)[:, 1:]),
+    }
+    exact = exact_boundary(bundle, residual, communicator.input_layernorm, get_tp_group().cpu_group)[1]
+    seen = {}
+    for name, misfit in misfits.items():
+        with torch.no_grad():
+            (_, out), counters = counted(lambda: communicator.prepare_attn(misfit, residual, forward_batch(TOKENS)))
+        way = next(way for way, count in counters["ways"].items() if count)
+        seen[name] = (way, float((out.double() - exact).norm() / exact.norm()))
+    return seen
+
+
+def scenario_norms(model, spec):
+    """Which norms a fused boundary takes, and what it adds to their weights."""
+    from sglang.sglang_overlay.srt.layers.layernorm import fusion_unmet, weight_bias
+    from sglang.srt.layers import layernorm
+
+    norms = {
+        "plain": layernorm.RMSNorm(HIDDEN),
+        "gemma": layernorm.GemmaRMSNorm(HIDDEN),
+        "gemma3": layernorm.Gemma3RMSNorm(HIDDEN),
+        "partial": layernorm.RMSNorm(HIDDEN, var_hidden_size=HIDDEN // 2),
+        "hf": layernorm.RMSNorm(HIDDEN, cast_x_before_out_mul=True),
+        "fp32": layernorm.RMSNorm(HIDDEN, fp32_residual=True),
+        "subclass": type("Mine", (layernorm.RMSNorm,), {})(HIDDEN),
+    }
+    return {name: fusion_unmet(norm) or weight_bias(norm) for name, norm in norms.items()}
 
 
 if __name__ == "__main__":

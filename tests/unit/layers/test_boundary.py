@@ -17,9 +17,12 @@ from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
 WORKER = Path(__file__).with_name("boundary_worker.py")
 LIMIT_SECONDS = 600
 TOLERANCE = 2e-6
+# One rounding to bf16, in the 2-norm.
+ROUNDING = 1.1 * 2**-9
+ENABLE, FUSION, POLICY = "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE", "SGLANG_MOE_FINALIZE_FUSION", "SGLANG_MOE_FINALIZE_POLICY"
 CARRYING, LAST = ["1", "2", "3"], "4"
 
-# tp, pp, ep -> what its ranks go through. SGLang's own experts on a CPU know no expert parallelism, so there
+# tp, pp, ep and, where it is not the plain one, a variant -> what its ranks go through. SGLang's own experts on a CPU know no expert parallelism, so there
 # the deferred result is compared with that of one rank.
 RUNS = {
     (1, 1, 1): ["forward", "decisions", "over_budget", "failed_forward", "declined", "capture",
@@ -29,7 +32,46 @@ RUNS = {
     (2, 1, 2): ["deferred_only"],
     (4, 1, 2): ["hybrid"],
     (1, 2, 1): ["forward", "decisions"],
+    (2, 1, 1, "fused"): ["made", "forward", "decisions", "declined", "capture", "eagle3_case", "over_plane", "over_budget",
+                         "failed_forward", "two_models", "norms", "wrapped_experts", "misfits", "ways"],
+    (4, 1, 1, "fused"): ["powers_of_two", "ones", "forward", "ways"],
+    (2, 1, 2, "fused"): ["deferred_only"],
+    (2, 2, 1, "fused"): ["forward", "decisions", "made"],
+    (2, 1, 1, "flashinfer"): ["made", "eagle3_case", "forward", "misfits", "ways"],
+    (4, 1, 1, "flashinfer"): ["powers_of_two", "ones", "forward", "ways"],
+    (2, 1, 1, "table"): ["made", "forward", "not_carried"],
+    (2, 1, 1, "table, flag at 1"): ["made", "forward"],
+    (2, 1, 1, "off"): ["made", "forward"],
+    (2, 1, 1, "plane fails, auto"): ["made", "forward"],
+    (2, 1, 1, "plane fails"): [],
+    (2, 1, 1, "workspace fails"): [],
+    (2, 1, 1, "fp32 fused"): [],
+    (2, 1, 1, "tables differ"): [],
+    (2, 1, 1, "no table on rank 1"): [],
+    (1, 1, 1, "fused"): [],
 }
+
+# What was "measured": the fused kernel is faster up to 4 tokens, and at 5 and more slower.
+TABLE = {"version": 1, "entries": [{"arch": "cpu", "world_size": 2, "hidden": 256, "source": "made up", "points": [
+    {"tokens": 4, "stock_us": 9.0, "ways_us": {"fused": 4.0, "separate": 8.0}},
+    {"tokens": 5, "stock_us": 9.0, "ways_us": {"fused": 10.0, "separate": 9.5}},
+]}]}
+
+# variant -> the flags of its ranks, and what is different about them. A {rank} in a flag is the rank's.
+VARIANTS = {
+    "fused": {FUSION: "fused"},
+    "flashinfer": {FUSION: "flashinfer"},
+    "table": {ENABLE: "", POLICY: "{folder}/table.json"},
+    "table, flag at 1": {POLICY: "{folder}/table.json"},
+    "off": {ENABLE: "0", FUSION: "fused"},
+    "plane fails, auto": {POLICY: "{folder}/table.json"},
+    "plane fails": {FUSION: "fused"},
+    "workspace fails": {FUSION: "flashinfer"},
+    "fp32 fused": {FUSION: "fused"},
+    "tables differ": {ENABLE: "", POLICY: "{folder}/table-{rank}.json"},
+    "no table on rank 1": {ENABLE: "", POLICY: "{folder}/only-{rank}.json"},
+}
+REFUSED = [key for key, scenarios in RUNS.items() if not scenarios]
 
 
 @pytest.fixture(scope="module")
@@ -39,29 +81,36 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(checkpoint, overlay_tree, tmp_path_factory):
-    """``(tp, pp, ep) -> [what each rank saw]``."""
+    """``(tp, pp, ep) -> [what each rank saw]``, with the variant after the sizes where there is one."""
     folder = tmp_path_factory.mktemp("ranks")
-    runs = {sizes: [spec_of(rank, sizes, checkpoint, folder) for rank in range(sizes[0] * sizes[1])] for sizes in RUNS}
+    slower = json.loads(json.dumps(TABLE).replace("4.0", "4.5"))
+    for name, table in (("table", TABLE), ("table-0", TABLE), ("table-1", slower), ("only-0", TABLE)):
+        (folder / f"{name}.json").write_text(json.dumps(table))
+    runs = {key: [spec_of(rank, key, checkpoint, folder) for rank in range(key[0] * key[1])] for key in RUNS}
     for ranks in runs.values():
         init_method = f"tcp://127.0.0.1:{free_port()}"
         for spec in ranks:
             spec["init_method"] = init_method
     (folder / "runs.json").write_text(json.dumps(list(runs.values())))
-    path = os.pathsep.join(map(str, (overlay_tree, *SUPPORT_PATHS, trees.ROOT / "ci")))
-    environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": path, "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE": "1"}
+    path = os.pathsep.join(map(str, (overlay_tree, *SUPPORT_PATHS, trees.ROOT / "ci", WORKER.parent / "moe")))
+    environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": path, ENABLE: "1"}
     command = [sys.executable, str(WORKER), str(folder / "runs.json")]
     subprocess.run(command, env=environment, timeout=LIMIT_SECONDS, check=True)
 
-    def get(*sizes):
-        return [what_it_saw(spec) for spec in runs[sizes]]
+    def get(*key):
+        return [what_it_saw(spec) for spec in runs[key]]
 
     return get
 
 
-def spec_of(rank, sizes, checkpoint, folder):
-    name = "-".join(map(str, (*sizes, rank)))
+def spec_of(rank, key, checkpoint, folder):
+    sizes, variant = key[:3], "".join(key[3:])
+    name = "-".join(map(str, (*key, rank)))
+    flags = {flag: value.format(folder=folder, rank=rank) for flag, value in VARIANTS.get(variant, {}).items()}
     return {
-        "rank": rank, "sizes": dict(zip(("tp", "pp", "ep"), sizes)), "scenarios": RUNS[sizes],
+        "rank": rank, "sizes": dict(zip(("tp", "pp", "ep"), sizes)), "scenarios": RUNS[key], "flags": flags,
+        "stand_ins": bool(variant), "dtype": "bfloat16" if variant and not variant.startswith("fp32") else "float32",
+        "failing_rank": 1 if "fails" in variant else None, "refused": key in REFUSED,
         "checkpoint": str(checkpoint), "out": str(folder / f"{name}.pt"), "log": str(folder / f"{name}.log"),
     }
 
@@ -85,6 +134,20 @@ def carried(compared):
     return compared["counters"]["carried"]
 
 
+def taken(compared):
+    """way -> how often, of the ways that were taken."""
+    return {way: count for way, count in compared["counters"]["ways"].items() if count}
+
+
+def about(result, reference):
+    """Equal but for the roundings of some layers of bf16."""
+    return (result.double() - reference.double()).norm() <= 2e-2 * reference.double().norm()
+
+
+def error(result, exact):
+    return float((result.double() - exact).norm() / exact.norm())
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (4, 1, 1)])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_carried_bundle_gives_the_stock_result_on_every_rank(seen, sizes, tokens):
@@ -94,7 +157,7 @@ def test_a_carried_bundle_gives_the_stock_result_on_every_rank(seen, sizes, toke
         assert torch.equal(rank["deferred"], ranks[0]["deferred"])
         assert rank["counters"]["deferred"] == {layer: 1 for layer in [*CARRYING, LAST]}
         assert carried(rank) == {layer: 1 for layer in CARRYING}
-        assert rank["counters"]["ways"] == {"eager": len(CARRYING), "separate": 0, "in_layer": 1}
+        assert taken(rank) == {"eager": len(CARRYING), "in_layer": 1}
 
 
 def test_the_moe_matters_to_the_result(seen):
@@ -175,7 +238,7 @@ def test_c6_each_rank_contributes_a_power_of_two(seen):
 
 def test_c6_hybrid_expert_and_tensor_parallelism_never_defers(seen):
     for rank in seen(4, 1, 2):
-        assert rank["hybrid"]["carried"] == []
+        assert rank["hybrid"]["carried"] == rank["hybrid"]["set_up"] == []
         reasons = set(rank["hybrid"]["layers"].values())
         assert reasons == {"hybrid expert and tensor parallelism reduces over two groups"}
 
@@ -211,3 +274,159 @@ def test_expert_parallel_ranks_defer_what_they_hold(seen):
         deferred, counters = rank["deferred_only"]
         assert close(deferred, reference)
         assert counters["carried"] == {layer: 1 for layer in CARRYING}
+
+
+@pytest.mark.parametrize("way", ["fused", "flashinfer"])
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 1)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_one_kernel_gives_about_the_stock_result_on_every_rank(seen, sizes, way, tokens):
+    ranks = [rank["forward"][tokens] for rank in seen(*sizes, way)]
+    for rank in ranks:
+        assert about(rank["deferred"], rank["stock"])
+        assert torch.equal(rank["deferred"], ranks[0]["deferred"])
+        assert carried(rank) == {layer: 1 for layer in CARRYING}
+        assert taken(rank) == {way: len(CARRYING), "in_layer": 1}
+
+
+@pytest.mark.parametrize("way", ["fused", "flashinfer"])
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 1)])
+def test_all_ways_agree_within_their_roundings(seen, sizes, way):
+    """Masked pairs, fp32 weights, a factor of 2.5, and NaN in the rows that no index names."""
+    # finalize, all-reduce, + residual each round once; FlashInfer's kernel rounds after every expert and rank.
+    roundings = {"fused": 1, "separate": 2, "eager": 3, "flashinfer": 4}
+    ranks = [rank["ways"] for rank in seen(*sizes, way)]
+    for rank in ranks:
+        assert set(rank["results"]) == {way, "separate", "eager"} and rank["padding_matters"] == []
+        for name, (norm_out, residual_out) in rank["results"].items():
+            assert error(norm_out, rank["exact"][0]) < (roundings[name] + 1) * ROUNDING
+            assert error(residual_out, rank["exact"][1]) < roundings[name] * ROUNDING
+            assert torch.equal(residual_out, ranks[0]["results"][name][1])
+    fused = {name: error(result[1], ranks[0]["exact"][1]) for name, result in ranks[0]["results"].items()}
+    assert min(fused, key=fused.get) == "fused" or way == "flashinfer"
+
+
+def test_the_plane_is_of_the_models_own_and_its_kernel_compiled_for_it(seen):
+    for rank in seen(2, 1, 1, "fused"):
+        ((config, rows),) = rank["made"]["planes"]
+        assert config == {"world_size": 2, "hidden": 256, "top_k": 2, "activation": torch.bfloat16, "weight": torch.float32}
+        assert rows == 8
+        assert rank["made"]["ranges"] == "fused up to 8 tokens, eager up to 192 tokens"
+        assert rank["two_models"] is False
+
+
+def test_more_tokens_than_the_plane_has_rows_fall_back(seen):
+    for rank in seen(2, 1, 1, "fused"):
+        ways = {rows: taken(compared) for rows, compared in rank["over_plane"].items()}
+        assert ways == {8: {"fused": 3, "in_layer": 1}, 9: {"eager": 3, "in_layer": 1}}
+        assert all(about(compared["deferred"], compared["stock"]) for compared in rank["over_plane"].values())
+
+
+@pytest.mark.parametrize("way, misfits", [
+    ("fused", {"another dtype", "unaligned"}),
+    ("flashinfer", {"another dtype", "unaligned", "longer rows"}),
+])
+def test_a_bundle_of_another_form_falls_back(seen, way, misfits):
+    for rank in seen(2, 1, 1, way):
+        for name, (taken_by, error) in rank["misfits"].items():
+            assert taken_by == ("eager" if name in misfits else way)
+            assert error < 4 * ROUNDING
+
+
+def test_guards_hold_with_one_kernel(seen):
+    for rank in seen(2, 1, 1, "fused"):
+        decided = dict(rank["decisions"])
+        assert decided.pop("plain") == [1, 2, 3] and set(map(tuple, decided.values())) == {()}
+        assert rank["over_budget"]["counters"]["deferred"] == {}
+        assert torch.equal(rank["over_budget"]["deferred"], rank["over_budget"]["stock"])
+        assert torch.equal(rank["wrapped_experts"]["deferred"], rank["wrapped_experts"]["stock"])
+        assert about(rank["declined"]["deferred"], rank["declined"]["stock"])
+        assert rank["failed_forward"]["died"] and rank["failed_forward"]["undecided_after"] == []
+        assert about(rank["failed_forward"]["deferred"], rank["failed_forward"]["stock"])
+        for deferred, stock in zip(rank["capture"]["deferred"], rank["capture"]["stock"], strict=True):
+            assert about(deferred, stock)
+
+
+@pytest.mark.parametrize("way", ["fused", "flashinfer"])
+def test_c6_c7_c9_with_one_kernel(seen, way):
+    for rank in seen(4, 1, 1, way):
+        assert rank["powers_of_two"]["residual"].unique().tolist() == [15.0]
+        assert rank["ones"]["residual"].unique().tolist() == [4.0]
+    for rank in seen(2, 1, 1, way):
+        case = rank["eagle3_case"]
+        assert [captured.unique().tolist() for captured in case["captured"]] == [[13.0]]
+        assert case["residual_in"].unique().tolist() == [10.0]
+
+
+def test_c8_a_pipeline_stage_sends_finalized_and_reduced_hidden_states_with_one_kernel(seen):
+    ranks = seen(2, 2, 1, "fused")
+    for rank in ranks[:2]:
+        sent = rank["forward"][5]
+        assert all(about(sent["deferred"][name], sent["stock"][name]) for name in ("hidden_states", "residual"))
+        assert carried(sent) == {} and rank["decisions"]["plain"] == [] and rank["made"]["planes"] == []
+    for rank in ranks[2:]:
+        assert taken(rank["forward"][5]) == {"fused": 2, "in_layer": 1} and len(rank["made"]["planes"]) == 1
+        assert about(rank["forward"][5]["deferred"], rank["forward"][5]["stock"])
+
+
+def test_expert_parallel_ranks_share_a_plane(seen):
+    ranks = seen(2, 1, 2, "fused")
+    reference = seen(2, 1, 1, "fused")[0]["forward"][5]["stock"]
+    for deferred, counters in (rank["deferred_only"] for rank in ranks):
+        assert about(deferred, reference) and torch.equal(deferred, ranks[0]["deferred_only"][0])
+        assert counters["ways"]["fused"] == len(CARRYING)
+
+
+def test_with_the_flag_unset_only_what_was_measured_faster_defers(seen):
+    for rank in seen(2, 1, 1, "table"):
+        (_, rows), = rank["made"]["planes"]
+        assert rows == 4 and rank["made"]["ranges"].startswith("fused (measured faster than stock) up to 4 tokens, eager up to 192")
+        faster, slower = rank["forward"][1], rank["forward"][5]
+        assert taken(faster) == {"fused": 3} and set(faster["counters"]["deferred"]) == set(CARRYING)
+        assert about(faster["deferred"], faster["stock"])
+        assert slower["counters"]["deferred"] == {} and torch.equal(slower["deferred"], slower["stock"])
+
+
+def test_with_the_flag_unset_what_is_not_handed_on_is_stock(seen):
+    for rank in seen(2, 1, 1, "table"):
+        compared = rank["not_carried"]
+        assert torch.equal(compared["deferred"], compared["stock"]) and compared["counters"]["deferred"] == {}
+        assert compared["counters"]["not_deferred"]["not handed on, and only that was measured"] == len(CARRYING)
+
+
+def test_with_the_flag_at_1_a_way_measured_slower_is_not_picked(seen):
+    for rank in seen(2, 1, 1, "table, flag at 1"):
+        assert taken(rank["forward"][1]) == {"fused": 3, "in_layer": 1}
+        assert taken(rank["forward"][5]) == {"eager": 3, "in_layer": 1}
+
+
+def test_with_the_flag_at_0_nothing_is_set_up_and_all_is_stock(seen):
+    for rank in seen(2, 1, 1, "off"):
+        assert rank["made"] == {"planes": [], "ranges": ""}
+        for compared in (rank["forward"][1], rank["forward"][5]):
+            assert torch.equal(compared["deferred"], compared["stock"]) and compared["counters"]["deferred"] == {}
+
+
+def test_a_plane_that_fails_on_one_rank_is_done_without_on_all(seen):
+    for rank in seen(2, 1, 1, "plane fails, auto"):
+        assert rank["made"]["planes"] == []
+        assert taken(rank["forward"][1]) == {"eager": 3, "in_layer": 1}
+        assert about(rank["forward"][1]["deferred"], rank["forward"][1]["stock"])
+
+
+@pytest.mark.parametrize("key, words", [
+    ((2, 1, 1, "plane fails"), [FUSION + "=fused cannot run here", "rank 1: no peer access"]),
+    ((2, 1, 1, "workspace fails"), [FUSION + "=flashinfer cannot run here", "cannot allocate"]),
+    ((2, 1, 1, "fp32 fused"), [FUSION + "=fused cannot run here", "bf16 or fp16", "float32"]),
+    ((1, 1, 1, "fused"), [FUSION + "=fused cannot run here", "2 to 8 ranks, there are 1"]),
+    ((2, 1, 1, "tables differ"), [POLICY, "ranks 0 and 1 differ"]),
+    ((2, 1, 1, "no table on rank 1"), [POLICY, "only-1.json", "cannot be read", "rank 1"]),
+])
+def test_what_cannot_run_stops_every_rank_with_the_reason(seen, key, words):
+    for rank in seen(*key):
+        assert all(word in rank["refused"] for word in words), rank["refused"]
+
+
+def test_a_fused_boundary_takes_the_norms_it_computes_and_no_others(seen):
+    (norms, _) = (rank["norms"] for rank in seen(2, 1, 1, "fused"))
+    assert (norms["plain"], norms["gemma"]) == (0.0, 1.0)
+    assert all(isinstance(norms[name], str) and norms[name] for name in set(norms) - {"plain", "gemma"})

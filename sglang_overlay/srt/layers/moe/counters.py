@@ -10,7 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Dict
 
-WAYS = ("eager", "separate", "in_layer")
+from ... import environ
+
+WAYS = (*environ.WAYS, "in_layer")
 
 
 @dataclass

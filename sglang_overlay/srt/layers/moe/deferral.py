@@ -5,7 +5,8 @@ decided otherwise than its peers would hang them or leave them half reduced. Fac
 server serves are checked at a layer's first forward (``Deferral.of``), not when the model is built: LoRA wraps the experts,
 and quantisation and offloading rework them, only later. The others are checked per forward.
 
-Under ``auto`` nothing defers yet; a layer's first forward then only says why, and runs the stock experts.
+Under ``auto`` only what is handed on defers, where that was measured faster than stock; where nothing was, a layer's first
+forward only says why nothing defers, and runs the stock experts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Deferral:
         row, producer: its configuration, and what runs its experts uncombined; None where it never defers.
         reason: why it never does (empty where it does).
         keeps_because: why the next layer cannot take its bundle (empty where it can).
+        gains: whether handing on a forward of T tokens was measured faster than stock; asked under ``auto`` only.
         carries_now: decided by the decoder layer for the forward under way, taken by the MoE in it.
     """
 
@@ -50,6 +52,7 @@ class Deferral:
     producer: Optional[Producer]
     reason: str
     keeps_because: str
+    gains: Callable[[int], bool]
     carries_now: bool = False
 
     @classmethod
@@ -59,8 +62,9 @@ class Deferral:
         producer = row.make_producer(moe.experts) if row else None
         COUNTERS.layers[moe.layer_id] = reason or "deferrable"
         keeps_because = moe.__dict__.get("moe_keeps_because", "no next layer was linked")
+        gains = moe.moe_boundary.gains if "moe_boundary" in moe.__dict__ else lambda num_tokens: False
         log_once(f"not deferred: {reason}" if reason else f"deferred by {row.quant_method}, {row.runner_backend} runner")
-        return cls(moe.experts, row, producer, reason, keeps_because)
+        return cls(moe.experts, row, producer, reason, keeps_because, gains)
 
     def not_now(self, num_tokens: int) -> str:
         """Why this forward of ``num_tokens`` tokens does not defer; empty where it does."""
@@ -70,7 +74,19 @@ class Deferral:
             return "no tokens on this rank"
         if num_tokens > settings().max_tokens:
             return "more tokens than SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS"
+        if settings().by_policy and not self.gains(num_tokens):
+            return "not measured faster than stock for this number of tokens"
         return _graph_that_cannot_hold_a_bundle()
+
+    def stays_stock(self, num_tokens: int) -> str:
+        """Why the MoE under way runs its stock experts; empty where it defers.
+
+        Under ``auto`` it does so too where its bundle would be finalized in the layer: that was not measured.
+        """
+        reason = self.not_now(num_tokens)
+        if not reason and settings().by_policy and not self.carries_now:
+            return "not handed on, and only that was measured"
+        return reason
 
     def take_decision(self) -> bool:
         """Whether the next layer takes this forward's bundle; good for one call."""
@@ -87,6 +103,12 @@ def deferral_of(moe: torch.nn.Module) -> Deferral:
     return deferral
 
 
+def may_defer(moe: torch.nn.Module) -> bool:
+    """Whether a layer's forwards are to be looked at: all with the flag at 1, under auto those that gain from it."""
+    flags = settings()
+    return not flags.is_off and (not flags.by_policy or "moe_boundary" in moe.__dict__)
+
+
 def run_experts(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None):
     """Run the routed experts: a bundle where this forward defers, else the stock result.
 
@@ -94,7 +116,7 @@ def run_experts(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_output: 
         hidden_states: ``[T, H]``, the same T on every rank of the group.
     """
     deferral = deferral_of(moe)
-    reason = deferral.not_now(hidden_states.shape[0]) or _unfit_routing(deferral.row, topk_output)
+    reason = deferral.stays_stock(hidden_states.shape[0]) or _unfit_routing(deferral.row, topk_output)
     if reason:
         COUNTERS.not_deferred[reason] += 1
         extra = {} if pre_quant_input is None else {"pre_quant_input": pre_quant_input}
@@ -149,7 +171,7 @@ def log_once(what: str) -> None:
 def _row_or_reason(moe: torch.nn.Module) -> Tuple[Optional[Row], str]:
     """A layer's row of the table, or None and why it never defers."""
     reason = first_true(DEFER_GUARDS, moe)
-    return (None, reason) if reason else find_row(moe.experts, _device())
+    return (None, reason) if reason else find_row(moe.experts, device())
 
 
 def _unfit_routing(row: Row, topk_output: Any) -> str:
@@ -159,7 +181,7 @@ def _unfit_routing(row: Row, topk_output: Any) -> str:
     return reason
 
 
-def _device() -> str:
+def device() -> str:
     """Where experts run, by the table's names. Not where weights lie: offloaded ones lie on the CPU."""
     from sglang.srt.utils import is_cuda
 

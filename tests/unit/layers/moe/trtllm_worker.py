@@ -301,7 +301,7 @@ def scenario_explained(moe, dequantised, spec) -> None:
     set_routing(moe, 5, spec)
     topk_output = StandardTopKOutput(None, None, None) if spec.get("standard_routing") else moe.topk.value
     moe.experts.forward_impl = lambda hidden_states, topk_output, **_: hidden_states
-    link_boundaries(None)
+    link_boundaries(SimpleNamespace(layers=[], start_layer=0, end_layer=0))
     for _ in range(2):
         experts_or_deferred(moe)(inputs(5), topk_output)
     assert experts_or_deferred(moe) is moe.experts

@@ -129,13 +129,18 @@ def unmet(
         return f"gemm2_out must be bf16 or fp16, got {dtype}"
     if tuple(residual.shape) != (output.num_tokens, output.hidden) or tuple(gamma.shape) != (output.hidden,):
         return f"residual {list(residual.shape)} or gamma {list(gamma.shape)} do not fit [{output.num_tokens}, {output.hidden}]"
-    others = [residual, gamma] + ([] if output.shared_output is None else [output.shared_output])
-    if any(tensor.dtype != dtype for tensor in others):
-        return f"gemm2_out, residual, gamma and shared_output must share a dtype, got {[dtype] + [t.dtype for t in others]}"
-    if not all(map(_has_packed_rows, [output.gemm2_out, *others])):
-        return "rows must start at multiples of 16 bytes and hold adjacent columns"
     if not all(map(_is_packed, (output.expanded_idx_to_permuted_idx, output.expert_weights))):
         return "index and expert weights must be contiguous and start at multiples of 16 bytes"
+    return rows_unmet(output, residual, gamma)
+
+
+def rows_unmet(output: DeferredMoeOutput, residual: torch.Tensor, gamma: torch.Tensor) -> str:
+    """Why rows of these tensors cannot be read 16 bytes at a time as one dtype; empty where they can."""
+    tensors = [output.gemm2_out, residual, gamma] + ([] if output.shared_output is None else [output.shared_output])
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return f"gemm2_out, residual, gamma and shared_output must share a dtype, got {[t.dtype for t in tensors]}"
+    if not all(map(_has_packed_rows, tensors)):
+        return "rows must start at multiples of 16 bytes and hold adjacent columns"
     return ""
 
 

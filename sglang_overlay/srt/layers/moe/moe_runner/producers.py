@@ -74,14 +74,18 @@ def native_producer(experts: torch.nn.Module) -> Producer:
 
 def find_row(experts: torch.nn.Module, device: str) -> Tuple[Optional[Row], str]:
     """The table's row for a layer's experts, or None and the reason there is none."""
-    method = type(experts.quant_method).__name__
-    runner = getattr(experts.quant_method, "runner", None)
-    backend = getattr(getattr(runner, "runner_backend", None), "value", "none")
+    key = _key(experts, device)
     for row in TABLE:
-        if row.key == (method, backend, device):
+        if row.key == key:
             reason = _unfit_config(experts) or row.unfit(experts)
             return (None, reason) if reason else (row, "")
-    return None, f"no deferrable configuration for {method} with the {backend} runner on {device}"
+    return None, "no deferrable configuration for {} with the {} runner on {}".format(*key)
+
+
+def expected_weight_dtype(experts: torch.nn.Module, device: str) -> torch.dtype:
+    """The dtype of a layer's expert weights, known before its first forward; fp32 where no row says."""
+    key = _key(experts, device)
+    return next((row.weight_dtype for row in TABLE if row.key == key), torch.float32)
 
 
 def identity_index(topk_ids: torch.Tensor) -> torch.Tensor:
@@ -125,6 +129,13 @@ def run_experts_in_order(
         gemm2_out[rows] = F.linear(_gated(gate_up, activation), w2[expert], _of(b2, expert))
         start += count
     return ExpertRows(gemm2_out, index.view(topk_ids.shape))
+
+
+def _key(experts: torch.nn.Module, device: str) -> Tuple[str, str, str]:
+    """What the table is looked up by."""
+    runner = getattr(experts.quant_method, "runner", None)
+    backend = getattr(getattr(runner, "runner_backend", None), "value", "none")
+    return type(experts.quant_method).__name__, backend, device
 
 
 def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
