@@ -147,6 +147,8 @@ def run(argv: List[str], project: Optional[Project] = None, fs: Optional[Fs] = N
     except OverlayError as fault:
         return _tell(fault, argv)
     except _CLI_ERROR as fault:
+        if not argv:  # the help was shown
+            return fault.exit_code
         return _tell(UsageFault(fault.format_message(), remedy="see apply.py --help"), argv)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

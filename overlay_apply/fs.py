@@ -66,9 +66,9 @@ class Fs:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
         with open(os.open(path, flags, 0o600), "wb", buffering=0) as stream:
             half = len(data) // 2
-            _write_all(stream, data[:half])
+            _write_all(stream, data[:half], path)
             self._observe("write", path)
-            _write_all(stream, data[half:])
+            _write_all(stream, data[half:], path)
             if stands_for is not None:
                 _adopt_owner(stream.fileno(), stands_for)
             os.fchmod(stream.fileno(), mode)
@@ -131,11 +131,15 @@ class Fs:
             os.close(handle)
 
 
-def _write_all(stream, data: bytes) -> None:
-    """Write all bytes to an unbuffered stream."""
+def _write_all(stream, data: bytes, path: Path) -> None:
+    """Write all bytes to an unbuffered stream; an OSError names the path, which the system's own does not."""
     view = memoryview(data)
-    while view:
-        view = view[stream.write(view) :]
+    try:
+        while view:
+            view = view[stream.write(view) :]
+    except OSError as fault:
+        fault.filename = str(path)
+        raise
 
 
 def _adopt_owner(handle: int, stands_for: Path) -> None:

@@ -40,6 +40,7 @@ def show_apply(result: dict) -> None:
     _pairs([("base", _base(result)), *_feature_pairs(result)])
     if result["tried"]:
         _table(_EDIT_COLUMNS, map(_edit_row, result["edits"]))
+        print("note: every edit found its place, but on this version nothing of this was ever run: test it before you serve with it")
     _table(("patch", "feature", "outcome"), (tuple(patch.values()) for patch in result["patches"]))
     _files(result["files"])
 

@@ -217,6 +217,7 @@ def _refusal(fault: OSError, outcome: str) -> Refused:
     cures = {
         errno.ENOSPC: "free some space",
         errno.EDQUOT: "free some space",
+        errno.EROFS: "the file system is mounted read-only: mount it writable, or copy the tree to one that is",
         errno.EXDEV: "put the whole tree on one file system",
     }
     cure = cures.get(fault.errno, "make the file and its folder writable for this user")

@@ -171,6 +171,7 @@ def test_try_base_reports_edit_by_edit(run, package, unknown_contents):
     assert told.code == 0
     for edit in ("net-experts#1", "comm-prepare#1", "net-close#1"):
         assert edit in told.out
+    assert "nothing of this was ever run" in told.out
     data = run("apply", package, "--try-base", "0.5.20", "--json").data
     assert data["outcome"] == "nothing to do" and data["tried"]
     assert run("apply", package, "--try-base", "v9").code == 2

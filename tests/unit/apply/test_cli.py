@@ -57,6 +57,11 @@ def test_help_and_version(run, tool):
     assert run("--version").out.strip()
 
 
+def test_no_arguments_show_the_help_and_no_empty_error(tool):
+    told = tool()
+    assert told.code == 2 and "Usage: apply.py" in told.out + told.err and "error" not in told.err
+
+
 def test_missing_dependencies_are_named(project, tool):
     """Without its dependencies the command says which, and how to get them."""
     script = (

@@ -9,12 +9,13 @@ import errno
 import functools
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from conftest import PACKAGE, perform, snapshot, without_state, write_tree
-from overlay_apply import bases, patches
+from overlay_apply import bases, fs, patches
 from overlay_apply.fs import Fs
 
 KILLED = 99
@@ -285,3 +286,13 @@ def test_a_damaged_blob_is_not_written_back(start, run):
     write_tree(tree / "python/sglang/.sglang_overlay_state", {"receipt.json": b"{"})
     for command in ("status", "apply", "revert"):
         assert run(command, tree).code == 5
+
+
+def test_a_full_disk_names_the_file_that_did_not_fit():
+    """The system's own error for a write has no name in it."""
+    target = Path("/dev/full")
+    if not target.exists():
+        pytest.skip("this system has no /dev/full")
+    with open(target, "wb", buffering=0) as stream, pytest.raises(OSError) as fault:
+        fs._write_all(stream, b"text", Path("some/file.py"))
+    assert fault.value.errno == errno.ENOSPC and fault.value.filename == "some/file.py"
