@@ -1,4 +1,4 @@
-"""What is made of the boundary's measured points: auto's table."""
+"""What is made of the boundary's measured points: auto's table, and the curves that are drawn."""
 
 import json
 import subprocess
@@ -66,3 +66,22 @@ def test_from_files(tmp_path):
     assert Table.read(str(table)).entries[0].source == str(results)
     again = subprocess.run([*command, str(results)], capture_output=True, text=True)
     assert again.returncode == 2 and "second entry" in again.stderr
+
+
+def test_curves(benchmark_module):
+    plot = benchmark_module("plot_boundary")
+    found = plot.curves(REPORT, 7168, 8)
+    assert list(found) == ["fused", "flashinfer", "separate", "nccl", "sglang", "bound"]
+    assert found["fused"] == [(1, 4.00049), (4, 5.0)] and found["sglang"] == [(4, 4.0)] and found["bound"] == [(1, 1.0), (4, 1.0)]
+    with pytest.raises(ValueError, match="hidden 128"):
+        plot.curves(REPORT, 128, 8)
+
+
+def test_ratios(benchmark_module):
+    plot = benchmark_module("plot_boundary")
+    even, ahead = {"stock": [100, 102], "arm": [101, 101]}, {"stock": [100, 99], "arm": [110, 110]}
+    served = {"speed": {"auto": {"16": [ahead], "4": [even]}, "fused": {"4": [ahead], "16": []}}}
+    found = plot.ratios(served)
+    assert [batch for batch, _ in found["auto"]] == [4, 16] and found["auto"][0][1]["ratio"] == 1
+    assert [batch for batch, _ in found["fused"]] == [4]
+    assert plot.spreads(served) == [(4, pytest.approx(0.02)), (16, pytest.approx(0.01))]
