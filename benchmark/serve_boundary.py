@@ -16,7 +16,8 @@ Phases, any of which a call may run alone (``--phases``, ``--arms``):
 * reference: transformers' logprobs, in float32, of the tokens every arm said (teacher-forced), on one GPU.
 * report: what ``boundary_checks`` (which states the rules) concludes; writes the .md. Status 1 if anything is wrong.
 
-A server whose counters show that its arm's way did not run, or that another did, ends the run with an error.
+An arm whose server's counters show that its way did not run, or that another did, has failed, and so has the call (status 1); the
+others go on.
 Calls add to one JSON: with ``--resume`` what it holds is not measured again, rounds are added up to ``--rounds``. A call stops
 at the end of ``--time-limit`` with status 2; the same call with ``--resume`` goes on. Answers lie beside the JSON, in
 ``NAME.answers/ARM.json``.
@@ -54,8 +55,8 @@ ARMS = ("off", *WAYS, "auto")
 DEFAULT_ARMS = ("off", "separate", "flashinfer", "fused", "auto")
 CANDIDATES = 16
 SERVER_INFO = ("flashinfer_allreduce_fusion_backend", "attention_backend", "moe_runner_backend", "disable_cuda_graph", "tp_size")
-# The model and the server's arguments of the real run; --device cpu has smaller ones of its own.
-SHAPE = Shape(hidden=7168, layers=6, experts=64, topk=8, expert_width=512, spread=0.02)
+# Enough layers that a decode step is the GPUs' time and not the scheduler's; weights as wide as DeepSeek's own initializer.
+SHAPE = Shape(hidden=7168, layers=12, experts=64, topk=8, expert_width=256, spread=0.02)
 ARGUMENTS = (
     "--dtype bfloat16 --skip-tokenizer-init --attention-backend triton --moe-runner-backend triton --sampling-backend pytorch "
     "--grammar-backend none --disable-shared-experts-fusion --disable-radix-cache --skip-server-warmup --context-length 2048 "
@@ -91,19 +92,19 @@ class OnGpus(GpuConfiguration):
 def main() -> int:
     args = parse_arguments()
     run = Run(args)
+    steps = ((("checkpoint",), run.checkpoint), (("tokens", "speed"), run.servers), (("reference",), run.reference), (("report",), run.report))
     try:
-        for phase in PHASES:
-            if phase in args.phases and phase not in ("tokens", "speed"):
-                getattr(run, phase)()
-            elif phase == "tokens" and {"tokens", "speed"} & set(args.phases):
-                run.servers()
+        for phases, step in steps:
+            if set(phases) & set(args.phases):
+                step()
     except OutOfTime as end:
         print(f"out of time before {end}; the same call with --resume goes on", flush=True)
         return 2
     except (ServerFailed, WayDidNotRun) as failure:
-        print(f"FAILED: {failure}", flush=True)
+        print(f"FAILED: stock: {failure}", flush=True)
         return 1
-    return 1 if run.results.get("found", {}).get("wrong") and "report" in args.phases else 0
+    wrong = run.results.get("found", {}).get("wrong") if "report" in args.phases else None
+    return 1 if wrong or run.failed else 0
 
 
 def parse_arguments(given: List[str] | None = None) -> argparse.Namespace:
@@ -198,6 +199,7 @@ class Run:
         self.results["commands"].append(shlex.join(["python", *sys.argv]))
         self.results["versions"] = versions()
         self.results["model"] = ", ".join(f"{name} {value}" for name, value in asdict(shape_of(args)).items())
+        self.failed: Dict[str, str] = self.results.setdefault("failed", {})
         self.slowest_start = 0.0
 
     def save(self) -> None:
@@ -234,14 +236,24 @@ class Run:
             self.tokens("stock", stock)
             self.tokens("stock again", stock)
             for arm in missing:
-                with ExitStack() as arm_stack:
-                    server = self.start(arm, arm_stack)
-                    self.tokens(arm, server)
-                    self.speed(arm, server, stock)
-                    self.check_way(arm, server, final=True)
+                try:
+                    self.beside(stock, arm)
+                except (ServerFailed, WayDidNotRun) as failure:
+                    self.failed[arm] = str(failure)[-3000:]
+                    self.save()
+                    print(f"FAILED: {arm}: {failure}", flush=True)
+
+    def beside(self, stock: Server, arm: str) -> None:
+        """All that is asked of one arm while stock's server is up."""
+        self.failed.pop(arm, None)
+        with ExitStack() as stack:
+            server = self.start(arm, stack)
+            self.tokens(arm, server)
+            self.speed(arm, server, stock)
+            self.check_way(arm, server, final=True)
 
     def is_missing(self, arm: str) -> bool:
-        return self.wants_tokens(arm) or self.wants_speed(arm)
+        return arm in self.failed or self.wants_tokens(arm) or self.wants_speed(arm)
 
     def wants_tokens(self, arm: str) -> bool:
         return "tokens" in self.args.phases and not set(map(str, self.args.groups)) <= set(self.answers_of(arm))
@@ -354,6 +366,7 @@ class Run:
     def report(self) -> None:
         answers = {arm: self.answers_of(arm) for arm in self.answered()}
         self.results["found"] = conclude(answers, self.results["speed"])
+        self.results["found"]["wrong"] += [f"{arm} failed: {reason.splitlines()[0]}" for arm, reason in self.failed.items()]
         stock = self.results["servers"].get("stock", {"fuses": True})
         if self.args.device == "cuda" and self.args.tp > 1 and not stock["fuses"]:
             self.results["found"]["wrong"].append("stock ran without its fused all-reduce + norm")

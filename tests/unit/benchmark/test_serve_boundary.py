@@ -146,6 +146,24 @@ def test_a_server_that_went_another_way_ends_the_run(module, arguments, policy):
         run.check_way("auto", Counted({**counters, "ways": {"fused": 1}}), final=True)
 
 
+def test_an_arm_that_fails_does_not_take_the_others_along(module, arguments):
+    run = module.Run(arguments("--phases", "speed", "--rounds", "1", "--batches", "2", "--arms", "flashinfer", "fused", "eager"))
+    counted = {"stock": {}, "fused": {"separate": 1}, "eager": {"eager": 1}}
+
+    def start(arm, stack):
+        if arm == "flashinfer":
+            raise module.ServerFailed("the server ended with status 1:\na long log")
+        return Counted({"ways": counted[arm], "deferred": {}, "not_deferred": {}, "layers": {}})
+
+    run.start = start
+    run.servers()
+    assert sorted(run.failed) == ["flashinfer", "fused"] and run.results["speed"]["eager"]["2"]
+    again = module.Run(arguments("--phases", "speed", "--resume", "--rounds", "1", "--batches", "2"))
+    assert again.is_missing("fused") and not again.is_missing("eager")
+    again.report()
+    assert again.results["found"]["wrong"][0] == "flashinfer failed: the server ended with status 1:"
+
+
 def test_the_reference_is_transformers_own(module, tmp_path):
     shape = module.Shape(layers=2, experts=4, topk=2)
     model = module.make_checkpoint(tmp_path / "model", shape)
