@@ -216,6 +216,7 @@ def render(results: Mapping) -> str:
         f"Model: {results['model']}.", "", *_server_lines(results["servers"]),
         *_token_lines(found), *_speed_lines(found["speed"]),
         "", "## Verdict", "", *([f"- {each}" for each in found["wrong"]] or ["All checks that had their data hold."]),
+        *(["", f"Not measured: {', '.join(found['missing'])}."] if found.get("missing") else []),
     ]
     return "\n".join(lines) + "\n"
 

@@ -366,6 +366,7 @@ class Run:
     def report(self) -> None:
         answers = {arm: self.answers_of(arm) for arm in self.answered()}
         self.results["found"] = conclude(answers, self.results["speed"])
+        self.results["found"]["missing"] = self.not_measured(answers)
         self.results["found"]["wrong"] += [f"{arm} failed: {reason.splitlines()[0]}" for arm, reason in self.failed.items()]
         stock = self.results["servers"].get("stock", {"fuses": True})
         if self.args.device == "cuda" and self.args.tp > 1 and not stock["fuses"]:
@@ -374,6 +375,13 @@ class Run:
         text = render(self.results)
         self.args.out.with_suffix(".md").write_text(text)
         print(text, flush=True)
+
+    def not_measured(self, answers: Dict[str, dict]) -> List[str]:
+        """What of the arms asked about nobody has measured, so that nothing can be wrong with it."""
+        silent = [f"{arm}'s tokens" for arm in ("stock", *self.args.arms) if arm not in answers]
+        speed = self.results["speed"]
+        return silent + [f"{arm}'s speed at batch {batch}" for arm in self.args.arms for batch in self.args.batches
+                         if not speed.get(arm, {}).get(str(batch))]
 
 
 class Float32:

@@ -161,6 +161,9 @@ def test_an_arm_that_fails_does_not_take_the_others_along(module, arguments):
     again = module.Run(arguments("--phases", "speed", "--resume", "--rounds", "1", "--batches", "2"))
     assert again.is_missing("fused") and not again.is_missing("eager")
     again.report()
+    assert "eager's speed at batch 2" not in again.results["found"]["missing"]
+    assert {"stock's tokens", "auto's speed at batch 2"} <= set(again.results["found"]["missing"])
+    assert "Not measured: stock's tokens" in again.args.out.with_suffix(".md").read_text()
     assert again.results["found"]["wrong"][0] == "flashinfer failed: the server ended with status 1:"
 
 
