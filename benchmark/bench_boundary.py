@@ -24,6 +24,9 @@ Errors: ``||result - exact|| / ||exact||`` with exact in float64, results poison
 A way that does not come back within 6 s (peers were seen to hang) ends the run; the results say which, and the same
 command with ``--resume`` goes on without it.
 
+``--policy FILE`` also writes the points as the table that ``auto`` goes by; how: ``policy_from_results.py``, which makes
+the same of a JSON.
+
 The bound of a point: the time of an empty exchange (the overlay's kernel on one token that has no expert), plus the
 longer of the bytes that cross the link over the link's measured rate and the bytes of the GPU's memory over its own.
 """
@@ -55,7 +58,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+from policy_from_results import policy_table  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
@@ -98,6 +102,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer", type=Path, help="folder that holds SGLang 0.5.23's sglang package")
     parser.add_argument("--json", type=Path, help="where to write the results; the tables go beside it as .md")
+    parser.add_argument(
+        "--policy", type=Path,
+        help="also write the points as a table for SGLANG_MOE_FINALIZE_POLICY; stock's time there is that of separate, a lower "
+        "bound (stock's finalize is no faster, its fused all-reduce + norm is the same)",
+    )
     parser.add_argument("--rounds", type=int, default=30, help="replays per way and point (default: 30)")
     parser.add_argument("--resume", action="store_true", help="keep the points that --json already holds")
     parser.add_argument("--command", help=argparse.SUPPRESS, default=shlex.join(["python", *sys.argv]))
@@ -136,6 +145,8 @@ def run_rank(rank: int, world_size: int, args: argparse.Namespace) -> None:
         report["summary"] = summarize(report["points"])
         save(report, args)
         print(render(report))
+        if args.policy:
+            args.policy.write_text(policy_table(report, str(args.json or args.policy)).to_json())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -184,6 +195,7 @@ def describe(args: argparse.Namespace, world_size: int) -> dict:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": args.command,
         "device": torch.cuda.get_device_name(),
+        "arch": "sm{}{}".format(*torch.cuda.get_device_capability()),
         "world_size": world_size,
         "driver": subprocess.run(driver, capture_output=True, text=True).stdout.split("\n")[0],
         "cuda": torch.version.cuda,

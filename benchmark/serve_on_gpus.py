@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,8 +92,9 @@ def versions() -> dict:
     """What this was run with."""
     import torch
 
-    gpus = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-    return {"gpus": gpus.stdout.splitlines(), "torch": torch.__version__, "cuda": torch.version.cuda,
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
+    return {"gpus": gpus.splitlines(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "python": sys.version.split()[0], "sglang": "0.5.20", "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 

@@ -21,7 +21,6 @@ transformers_logging.disable_progress_bar()
 
 VOCABULARY = 1024
 DEFAULT_PROMPT = (5, 6, 7, 8, 9, 10)
-WEIGHT_SPREAD = 0.06  # large enough that different inputs give clearly different tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +33,8 @@ class Shape:
     topk: int = 2
     n_shared_experts: int = 1
     first_k_dense_replace: int = 1
+    expert_width: int = 256
+    spread: float = 0.06  # of the weights: large enough that different inputs give clearly different tokens
     seed: int = 0
 
 
@@ -52,7 +53,7 @@ def model_config(shape: Shape) -> dict:
         "vocab_size": VOCABULARY,
         "hidden_size": shape.hidden,
         "intermediate_size": 2 * shape.hidden,
-        "moe_intermediate_size": 256,
+        "moe_intermediate_size": shape.expert_width,
         "num_hidden_layers": shape.layers,
         "max_position_embeddings": 4096,
     }
@@ -98,19 +99,20 @@ def model_config(shape: Shape) -> dict:
     return {**rest, **sizes, **attention, **experts}
 
 
-def make_checkpoint(folder: Path, shape: Shape = Shape()) -> Path:
-    """Write a checkpoint of this shape, the same bytes for the same shape."""
+def make_checkpoint(folder: Path, shape: Shape = Shape(), dtype: torch.dtype = torch.float32, device: str = "cpu") -> Path:
+    """Write a checkpoint of this shape, the same bytes for the same arguments."""
     config = model_config(shape)
     torch.manual_seed(shape.seed)
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).float()
+    with torch.device(device):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).to(dtype)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter.data, std=WEIGHT_SPREAD)
+            torch.nn.init.normal_(parameter.data, std=shape.spread)
         else:
             parameter.data.uniform_(0.5, 1.5)  # norm weights: away from 1, so that a lost one shows
     model.save_pretrained(folder)
     # transformers rewrites the rope settings in a form of its own; the server reads the original one.
-    (Path(folder) / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}, indent=1))
+    (Path(folder) / "config.json").write_text(json.dumps({**config, "torch_dtype": str(dtype).rpartition(".")[2]}, indent=1))
     return Path(folder)
 
 
@@ -144,7 +146,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     for field in dataclasses.fields(Shape):
         option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, type=int, default=field.default, metavar="N", help="default %(default)s")
+        parser.add_argument(option, type=type(field.default), default=field.default, metavar="N", help="default %(default)s")
     parser.add_argument("--prompt", type=int, nargs="+", default=list(DEFAULT_PROMPT), metavar="TOKEN")
     parser.add_argument("--new-tokens", type=int, default=6, metavar="N")
     return parser.parse_args()

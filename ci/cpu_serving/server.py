@@ -77,10 +77,11 @@ class Configuration:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What the server said for one prompt: greedy tokens and their logprobs, unrounded."""
+    """What the server said for one prompt: greedy tokens, their logprobs, unrounded, and each position's best candidates if asked for."""
 
     tokens: list[int]
     logprobs: list[float]
+    candidates: list[dict[int, float]] = dataclasses.field(default_factory=list)
 
 
 class Server:
@@ -94,9 +95,20 @@ class Server:
         """Continue one prompt of token ids greedily."""
         return _generation(self._generate(list(prompt), new_tokens))
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Generation]:
+    def generate_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int, candidates: int = 0) -> list[Generation]:
         """Continue several prompts that reach the scheduler as one message, so that they are batched the same way."""
-        return [_generation(reply) for reply in self._generate([list(prompt) for prompt in prompts], new_tokens)]
+        replies = self._generate([list(prompt) for prompt in prompts], new_tokens, candidates=candidates)
+        return [_generation(reply) for reply in replies]
+
+    def seconds_for(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+        """How long the server takes to continue all prompts, which reach it as one message; nothing but tokens is asked for."""
+        body = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": _greedy(new_tokens)}
+        started = time.perf_counter()
+        replies = self._ask("generate", body)
+        seconds = time.perf_counter() - started
+        if [len(reply["output_ids"]) for reply in replies] != [new_tokens] * len(prompts):
+            raise ServerFailed(f"asked for {new_tokens} tokens, got {[len(reply['output_ids']) for reply in replies]}")
+        return seconds
 
     def captured_states(self, prompt: Sequence[int], new_tokens: int) -> list[list[float]]:
         """Continue one prompt and return the captured hidden states: a row for each token that was computed on.
@@ -122,9 +134,10 @@ class Server:
         except OSError:
             return False
 
-    def _generate(self, input_ids, new_tokens: int, hidden_states: bool = False):
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+    def _generate(self, input_ids, new_tokens: int, hidden_states: bool = False, candidates: int = 0):
+        body = {"input_ids": input_ids, "sampling_params": _greedy(new_tokens), "return_logprob": True}
+        if candidates:
+            body["top_logprobs_num"] = candidates
         if hidden_states:
             body["return_hidden_states"] = True
         return self._ask("generate", body)
@@ -275,9 +288,14 @@ def _shared_memory_of(pid: int) -> set[Path]:
     return {Path(path) for path in paths if not path.endswith(" (deleted)")}
 
 
+def _greedy(new_tokens: int) -> dict:
+    return {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+
+
 def _generation(reply: dict) -> Generation:
-    entries = reply["meta_info"]["output_token_logprobs"]
-    return Generation(tokens=reply["output_ids"], logprobs=[logprob for logprob, *_ in entries])
+    meta = reply["meta_info"]
+    candidates = [{token: logprob for logprob, token, *_ in best} for best in meta.get("output_top_logprobs") or ()]
+    return Generation(reply["output_ids"], [logprob for logprob, *_ in meta["output_token_logprobs"]], candidates)
 
 
 def _fetch_json(url: str, body: dict | None = None):

@@ -1,0 +1,123 @@
+"""Draw what ``bench_boundary.py`` and ``serve_boundary.py`` measured.
+
+    python benchmark/plot_boundary.py benchmark/results/boundary_h200.json [--serve benchmark/results/serve_boundary_h200.json]
+
+Writes into ``docs/images``: ``NAME.svg``, microseconds per boundary over the number of tokens by every way, and the bound
+(both as ``bench_boundary.py`` defines them), on logarithmic axes; with ``--serve``, ``SERVE_NAME.svg``, decode output of each arm
+over stock's for each batch size, with the least and the largest round, and stock's spread against itself.
+
+Needs matplotlib, which nothing else here does: ``pip install matplotlib``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Dict, List, Mapping, Tuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmark"))
+from boundary_checks import speed_table  # noqa: E402
+
+BOUND = "bound"
+OWN = "fused"
+Curve = List[Tuple[int, float]]
+
+
+def curves(report: Mapping, hidden: int, top_k: int) -> Dict[str, Curve]:
+    """Way -> (tokens, microseconds), ascending; the bound comes last."""
+    points = [point for point in report["points"] if (point["hidden"], point["top_k"]) == (hidden, top_k)]
+    found: Dict[str, Curve] = {}
+    for point in sorted(points, key=lambda point: point["tokens"]):
+        for way, us in (*point["us"].items(), (BOUND, point["bound_us"])):
+            found.setdefault(way, []).append((point["tokens"], us))
+    if not found:
+        raise ValueError(f"nothing was measured at hidden {hidden}, top_k {top_k}")
+    found[BOUND] = found.pop(BOUND)
+    return found
+
+
+def ratios(results: Mapping) -> Dict[str, List[Tuple[int, dict]]]:
+    """Arm -> (batch size, what ``boundary_checks.pair`` says of it), ascending."""
+    return {arm: sorted((int(batch), paired) for batch, paired in batches.items()) for arm, batches in speed_table(results["speed"]).items()}
+
+
+def spreads(results: Mapping) -> Curve:
+    """Batch size -> the largest spread of stock against itself beside any arm."""
+    found: Dict[int, float] = {}
+    for points in ratios(results).values():
+        for batch, paired in points:
+            found[batch] = max(found.get(batch, 0.0), paired["spread"])
+    return sorted(found.items())
+
+
+def draw_times(report: Mapping, hidden: int, top_k: int, file: Path) -> None:
+    figure, axes = _axes(f"{report['world_size']}×{report['device']}, hidden {hidden}, top_k {top_k}", "tokens", "µs per boundary")
+    for way, curve in curves(report, hidden, top_k).items():
+        style = {BOUND: {"color": "black", "linestyle": ":"}, OWN: {"linewidth": 2.5, "marker": "o"}}.get(way, {"linewidth": 1, "marker": "."})
+        axes.plot(*zip(*curve), label=way, **style)
+    axes.set_yscale("log")
+    # Powers of two: between them there is no room for a number.
+    ticks = sorted({point["tokens"] for point in report["points"] if point["tokens"].bit_count() == 1})
+    _finish(figure, axes, ticks, file)
+
+
+def draw_ratios(results: Mapping, file: Path) -> None:
+    figure, axes = _axes("Decode output over stock's", "batch size", "ratio of tokens per second")
+    for arm, points in ratios(results).items():
+        batches, paired = zip(*points)
+        middle = [each["ratio"] for each in paired]
+        reach = [[m - each["ratio_least"] for m, each in zip(middle, paired)], [each["ratio_largest"] - m for m, each in zip(middle, paired)]]
+        axes.errorbar(batches, middle, yerr=reach, label=arm, marker="o", capsize=3, linewidth=2.5 if arm == "auto" else 1)
+    batches, spread = zip(*spreads(results))
+    axes.fill_between(batches, [1 - each for each in spread], [1 + each for each in spread], color="gray", alpha=0.25, label="stock against itself")
+    _finish(figure, axes, list(batches), file)
+
+
+def _axes(title: str, across: str, up: str):
+    import matplotlib
+
+    matplotlib.use("svg")
+    # Letters stay letters and names stay the same from one drawing to the next: small files that can be compared.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "boundary", "font.size": 9})
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+    axes.set(title=title, xlabel=across, ylabel=up)
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _finish(figure, axes, ticks: List[int], file: Path) -> None:
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    if axes.get_yscale() == "log":
+        least, largest = axes.get_ylim()
+        marks = [mark for mark in (2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000) if least <= mark <= largest]
+        axes.set_yticks(marks, [str(mark) for mark in marks])
+    axes.legend(fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+    print(f"{file}: {file.stat().st_size} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("boundary", type=Path, nargs="?", help="the JSON of bench_boundary.py")
+    parser.add_argument("--serve", type=Path, help="the JSON of serve_boundary.py")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="default: docs/images")
+    args = parser.parse_args()
+    if args.boundary:
+        report = json.loads(args.boundary.read_text())
+        draw_times(report, args.hidden, args.top_k, args.images / f"{args.boundary.stem}.svg")
+    if args.serve:
+        draw_ratios(json.loads(args.serve.read_text()), args.images / f"{args.serve.stem}.svg")
+
+
+if __name__ == "__main__":
+    main()

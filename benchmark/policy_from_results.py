@@ -1,0 +1,84 @@
+"""Make the table that ``auto`` goes by (``boundary/policy.py``) from what ``bench_boundary.py`` measured; needs no GPU.
+
+    python benchmark/policy_from_results.py benchmark/results/boundary_h200.json --out policy_table.json [--arch sm90]
+
+One entry per hidden size, of top_k 8 where several were measured. The ways are fused, flashinfer and separate, as measured.
+
+``stock_us`` is the figure of ``separate``, which is a lower bound of what stock takes at the boundary: stock finalizes in the
+layer by its own kernels, which are no faster than the overlay's finalize (benchmark/results/finalize_h200.md), and then makes
+the same fused all-reduce + norm. So a way that the table has as faster than stock is faster, and ``separate`` itself is never named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Dict, List, Mapping, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sglang_overlay.srt.layers.moe.boundary.policy import Entry, Point, Table  # noqa: E402
+
+WAYS = ("fused", "flashinfer", "separate")
+STOCK = "separate"
+TOP_K = 8
+
+
+def policy_table(report: Mapping, source: str, arch: Optional[str] = None) -> Table:
+    """The table of a report of ``bench_boundary.py``.
+
+    Args:
+        source: where the report is to be found, for the log of who goes by the table.
+        arch: as the table names it, for a report that does not say.
+
+    Raises:
+        ValueError: nobody says which architecture this is, or no point has the figure that stands for stock's.
+    """
+    arch = report.get("arch") or arch
+    if not arch:
+        raise ValueError("the report does not say which architecture its GPUs are; name it with --arch, sm90 for an H200")
+    points = _points_by_hidden(report["points"])
+    if not points:
+        raise ValueError(f"no point of the report has a figure for {STOCK}, which stands for stock's")
+    return Table([Entry(arch, report["world_size"], hidden, source, points[hidden]) for hidden in sorted(points)])
+
+
+def _points_by_hidden(measured: List[Mapping]) -> Dict[int, List[Point]]:
+    found: Dict[int, List[Point]] = {}
+    for hidden in {point["hidden"] for point in measured}:
+        here = [point for point in measured if point["hidden"] == hidden and STOCK in point["us"]]
+        top_ks = {point["top_k"] for point in here}
+        top_k = TOP_K if TOP_K in top_ks else max(top_ks, default=None)
+        kept = sorted((point for point in here if point["top_k"] == top_k), key=lambda point: point["tokens"])
+        if kept:
+            found[hidden] = [_point(point) for point in kept]
+    return found
+
+
+def _point(measured: Mapping) -> Point:
+    us = {way: round(measured["us"][way], 3) for way in WAYS if way in measured["us"]}
+    return Point(measured["tokens"], us[STOCK], us)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of bench_boundary.py, one per machine and number of GPUs")
+    parser.add_argument("--out", type=Path, required=True, help="the table")
+    parser.add_argument("--arch", help="sm90 and so on, where the results do not say")
+    parser.add_argument("--source", help="what the table says of where its figures are from (default: the results' path)")
+    args = parser.parse_args()
+    try:
+        tables = [policy_table(json.loads(file.read_text()), args.source or str(file), args.arch) for file in args.results]
+        # Read back, so that what a server would refuse is refused here: two results of one machine.
+        table = Table.from_json(Table([entry for table in tables for entry in table.entries]).to_json(), str(args.out))
+    except ValueError as error:
+        parser.error(str(error))
+    args.out.write_text(table.to_json())
+    for entry in table.entries:
+        fastest = ", ".join(f"{point.tokens}: {(point.faster() or ('stock',))[0]}" for point in entry.points)
+        print(f"{entry.arch}, {entry.world_size} ranks, hidden {entry.hidden}: {fastest}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What is made of the boundary's measured points: auto's table, and the curves that are drawn."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_overlay.srt.layers.moe.boundary.policy import Table
+
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmark"
+
+
+def point(hidden, top_k, tokens, **us):
+    return {"hidden": hidden, "top_k": top_k, "tokens": tokens, "us": us, "bound_us": 1.0}
+
+
+REPORT = {
+    "world_size": 2, "arch": "sm90", "device": "A GPU",
+    "points": [
+        point(7168, 8, 4, fused=5.0, flashinfer=8.0, separate=7.0, nccl=15.0, sglang=4.0),
+        point(7168, 8, 1, fused=4.00049, flashinfer=6.0, separate=7.0),
+        point(7168, 6, 1, fused=1.0, separate=2.0),
+        point(4096, 6, 1, fused=3.0, separate=2.0),
+        point(4096, 6, 2, fused=3.0),  # separate hung
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def policy_table(benchmark_module):
+    return benchmark_module("policy_from_results").policy_table
+
+
+def test_the_table_is_one_that_servers_read(policy_table):
+    table = Table.from_json(policy_table(REPORT, "somewhere.json").to_json())
+    assert [(entry.key, entry.source) for entry in table.entries] == [
+        (("sm90", 2, 4096), "somewhere.json"), (("sm90", 2, 7168), "somewhere.json")]
+    wide = table.policy("sm90", 2, 7168)
+    assert [(each.tokens, each.stock_us, each.ways_us) for each in wide.points] == [
+        (1, 7.0, {"fused": 4.0, "flashinfer": 6.0, "separate": 7.0}), (4, 7.0, {"fused": 5.0, "flashinfer": 8.0, "separate": 7.0})]
+    assert wide.ways(1) == ("fused", "flashinfer") and wide.ways(3) == ("fused",)
+
+
+def test_separate_stands_for_stock_and_is_never_named(policy_table):
+    narrow = Table.from_json(policy_table(REPORT, "x").to_json()).policy("sm90", 2, 4096)
+    assert [each.tokens for each in narrow.points] == [1] and narrow.ways(1) == ()
+
+
+def test_what_the_report_lacks_is_asked_for(policy_table):
+    old = {name: value for name, value in REPORT.items() if name != "arch"}
+    assert policy_table(old, "x", "sm90").entries[0].arch == "sm90"
+    with pytest.raises(ValueError, match="--arch"):
+        policy_table(old, "x")
+    with pytest.raises(ValueError, match="separate"):
+        policy_table({**REPORT, "points": [point(64, 8, 1, fused=1.0)]}, "x")
+
+
+def test_from_files(tmp_path):
+    results, table = tmp_path / "results.json", tmp_path / "table.json"
+    results.write_text(json.dumps(REPORT))
+    command = [sys.executable, str(BENCHMARK / "policy_from_results.py"), "--out", str(table), str(results)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "hidden 7168: 1: fused, 4: fused" in shown and "hidden 4096: 1: stock" in shown
+    assert Table.read(str(table)).entries[0].source == str(results)
+    again = subprocess.run([*command, str(results)], capture_output=True, text=True)
+    assert again.returncode == 2 and "second entry" in again.stderr
+
+
+def test_curves(benchmark_module):
+    plot = benchmark_module("plot_boundary")
+    found = plot.curves(REPORT, 7168, 8)
+    assert list(found) == ["fused", "flashinfer", "separate", "nccl", "sglang", "bound"]
+    assert found["fused"] == [(1, 4.00049), (4, 5.0)] and found["sglang"] == [(4, 4.0)] and found["bound"] == [(1, 1.0), (4, 1.0)]
+    with pytest.raises(ValueError, match="hidden 128"):
+        plot.curves(REPORT, 128, 8)
+
+
+def test_ratios(benchmark_module):
+    plot = benchmark_module("plot_boundary")
+    even, ahead = {"stock": [100, 102], "arm": [101, 101]}, {"stock": [100, 99], "arm": [110, 110]}
+    served = {"speed": {"auto": {"16": [ahead], "4": [even]}, "fused": {"4": [ahead], "16": []}}}
+    found = plot.ratios(served)
+    assert [batch for batch, _ in found["auto"]] == [4, 16] and found["auto"][0][1]["ratio"] == 1
+    assert [batch for batch, _ in found["fused"]] == [4]
+    assert plot.spreads(served) == [(4, pytest.approx(0.02)), (16, pytest.approx(0.01))]
