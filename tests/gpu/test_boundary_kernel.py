@@ -49,23 +49,34 @@ def compiled():
 
 
 class Group:
-    """The ranks of a group on one GPU; a rank that waits in vain stops the test after 20 s."""
+    """The ranks of a group on one GPU, with planes for each regime; a rank that waits in vain stops the test after 20 s."""
 
     def __init__(self, config: Config, max_tokens: int = MAX_TOKENS) -> None:
-        module = load(config)
-        self.config = config
-        pointers = [module.plane_allocate(module.plane_bytes(max_tokens)) for _ in range(config.world_size)]
-        self.planes = [
-            ExchangePlane(config, rank, max_tokens, 132, torch.tensor(pointers), timeout_s=20.0)
-            for rank in range(config.world_size)
-        ]
-        self.streams = [torch.cuda.Stream() for _ in pointers]
+        self.config, self.max_tokens = config, max_tokens
+        self.regimes = {}
+        self.streams = [torch.cuda.Stream() for _ in range(config.world_size)]
+
+    @property
+    def planes(self) -> List[ExchangePlane]:
+        return self.planes_for(choose_launch(1, self.config.hidden, self.config.world_size, 132).two_shot)
+
+    def planes_for(self, two_shot: bool) -> List[ExchangePlane]:
+        if two_shot not in self.regimes:
+            module = load(self.config)
+            size = module.plane_bytes(self.max_tokens)
+            pointers = torch.tensor([module.plane_allocate(size) for _ in self.streams])
+            self.regimes[two_shot] = [
+                ExchangePlane(self.config, rank, self.max_tokens, 132, pointers, timeout_s=20.0)
+                for rank in range(self.config.world_size)
+            ]
+        return self.regimes[two_shot]
 
     def run(self, inputs: List[Inputs], launch: Optional[Launch] = None, weight_bias: float = 0.0) -> List[tuple]:
         poison_free_memory(inputs[0].residual)
         torch.cuda.synchronize()
         results = []
-        for plane, stream, (bundle, residual, gamma) in zip(self.planes, self.streams, inputs):
+        planes = self.planes if launch is None else self.planes_for(launch.two_shot)
+        for plane, stream, (bundle, residual, gamma) in zip(planes, self.streams, inputs):
             with torch.cuda.stream(stream):
                 results.append(fused_boundary(plane, bundle, residual, gamma, EPS, weight_bias, launch))
         torch.cuda.synchronize()
@@ -289,6 +300,15 @@ def test_captured_graphs_of_changing_sizes_replay_with_new_inputs():
         graphs[tokens].replay()
         torch.cuda.synchronize()
         assert_right(results[tokens], inputs[tokens])
+
+
+def test_a_plane_keeps_to_one_regime():
+    """Packets of one regime are not told from older ones of the other: a slot may keep one for any number of launches."""
+    group = Group(CONFIGS[0])
+    inputs = make_inputs(CONFIGS[0], 2)
+    group.run(inputs)
+    with pytest.raises(ValueError, match="regime of its first launch"):
+        fused_boundary(group.planes[0], *inputs[0], EPS, launch=Launch(True, 8, 2))
 
 
 def test_refusals_name_the_condition():

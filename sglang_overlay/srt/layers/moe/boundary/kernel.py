@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 
 from ..deferred_output import DeferredMoeOutput
-from .module import ACTIVATIONS, Config, load
+from .module import ACTIVATIONS, Config, is_loaded, load
 from .plane import ExchangePlane
 
 WORLD_SIZES = range(2, 9)
@@ -21,16 +21,17 @@ MAX_CLUSTER = 8
 MAX_THREADS = 512
 # What the kernel is compiled for: 64 registers a thread.
 THREADS_PER_MULTIPROCESSOR = 1024
-# Bytes that one-shot may send more than two-shot before the second hop of two-shot is the cheaper: 1.5 us of latency
-# at 365 GB/s, as measured between two H200s (benchmark/results/boundary_h200.md).
-ONE_SHOT_EXTRA_BYTES = 550_000
+# From this many ranks on tokens are reduced by one rank each: one-shot would send (world_size - 1) rows a token, two-shot
+# sends 2 (world_size - 1) / world_size. Not measured; at 2 ranks both send one row, and one-shot has one hop less.
+TWO_SHOT_WORLD_SIZE = 4
 
 
 class Launch(NamedTuple):
     """How a launch is laid out; the same on every rank, because it fixes which blocks exchange with which.
 
     Attributes:
-        two_shot: tokens are reduced by one rank each (token mod world_size) and sent back, not by all.
+        two_shot: tokens are reduced by one rank each (token mod world_size) and sent back, not by all. The same in every
+            launch over a plane: a packet is told from older ones of its own regime only.
         cluster: blocks that share a token, 1 to 8.
         clusters: clusters in the grid; each takes every ``clusters``-th token.
     """
@@ -77,6 +78,7 @@ def fused_boundary(
     if output.num_tokens == 0:
         return norm_out, residual_out
     launch = launch or choose_launch(output.num_tokens, output.hidden, plane.config.world_size, plane.multiprocessors)
+    plane.keep_to(launch.two_shot)
     module_for(plane, output).run(
         output.gemm2_out,
         output.expanded_idx_to_permuted_idx,
@@ -99,16 +101,13 @@ def fused_boundary(
 
 
 def module_for(plane: ExchangePlane, output: DeferredMoeOutput):
-    """The compiled kernel for this bundle; compiles where its configuration is new, so call it before a capture."""
-    return load(
-        Config(
-            plane.config.world_size,
-            output.hidden,
-            output.top_k,
-            output.gemm2_out.dtype,
-            output.expert_weights.dtype,
-        )
-    )
+    """The compiled kernel for this bundle; compiles where its configuration is new."""
+    return load(_config(plane, output))
+
+
+def _config(plane: ExchangePlane, output: DeferredMoeOutput) -> Config:
+    dtypes = output.gemm2_out.dtype, output.expert_weights.dtype
+    return Config(plane.config.world_size, output.hidden, output.top_k, *dtypes)
 
 
 def unmet(
@@ -116,7 +115,7 @@ def unmet(
 ) -> str:
     """The condition that keeps the kernel from taking this bundle, in words; empty where it runs.
 
-    Looks at shapes, dtypes, strides and alignment only, which are the same on every rank.
+    Looks at shapes, dtypes, strides, alignment and what was compiled before, which are the same on every rank.
     """
     dtype = output.gemm2_out.dtype
     if output.hidden != plane.config.hidden:
@@ -131,7 +130,14 @@ def unmet(
         return f"residual {list(residual.shape)} or gamma {list(gamma.shape)} do not fit [{output.num_tokens}, {output.hidden}]"
     if not all(map(_is_packed, (output.expanded_idx_to_permuted_idx, output.expert_weights))):
         return "index and expert weights must be contiguous and start at multiples of 16 bytes"
-    return rows_unmet(output, residual, gamma)
+    reason = rows_unmet(output, residual, gamma)
+    if not reason and not is_loaded(_config(plane, output)) and _is_capturing():
+        return "its kernel for this top_k and these dtypes is not compiled, and a graph is being captured"
+    return reason
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def rows_unmet(output: DeferredMoeOutput, residual: torch.Tensor, gamma: torch.Tensor) -> str:
@@ -157,14 +163,10 @@ def _is_packed(tensor: torch.Tensor) -> bool:
 def choose_launch(num_tokens: int, hidden: int, world_size: int, multiprocessors: int) -> Launch:
     """Few tokens: as many blocks a token as there are multiprocessors for. Many: all blocks resident, evenly loaded.
 
-    Two-shot where it saves more bytes than its second hop costs: one-shot sends ``world_size - 1`` rows a token and
-    rank, two-shot ``2 (world_size - 1) / world_size``.
+    The regime depends on the world size alone, see ``Launch``.
     """
-    extra_rows = (world_size - 1) * (1 - 2 / world_size)
-    two_shot = extra_rows * num_tokens * hidden * 2 > ONE_SHOT_EXTRA_BYTES
-    cluster = next(
-        (c for c in (8, 4, 2) if c * num_tokens <= multiprocessors), 2
-    )
+    two_shot = world_size >= TWO_SHOT_WORLD_SIZE
+    cluster = next((c for c in (8, 4, 2) if c * num_tokens <= multiprocessors), 2)
     resident = multiprocessors * (THREADS_PER_MULTIPROCESSOR // _threads(hidden, cluster)) // cluster
     turns = -(-num_tokens // max(1, resident))
     return Launch(two_shot, cluster, -(-num_tokens // turns))

@@ -21,7 +21,7 @@ from .module import ACTIVATIONS
 from .policy import Policy, PolicyError, Table
 
 # Rows of a plane, at most. Every rank has room for the rows of all ranks, twice: at 8 ranks and a hidden size of 8192
-# this is 256 MiB in fp32. A boundary of more tokens is bound by bandwidth, where one kernel gains little over two.
+# this is 151 MB. A boundary of more tokens is bound by bandwidth, where one kernel gains little over two.
 FUSED_MAX_TOKENS = 512
 # As many as SGLang's own workspace holds.
 FLASHINFER_MAX_TOKENS = 2048

@@ -1,21 +1,26 @@
 """Compiles and loads ``boundary.cu``, once per configuration.
 
 By apache-tvm-ffi's build helper, which SGLang and FlashInfer bring along for their own kernels: it runs nvcc through
-ninja, keeps the library under a hash of source and flags, and locks the build so that ranks share one. It needs no
+ninja, keeps the library, and locks the build so that ranks share one. The library's name holds a hash of the source,
+which the helper itself leaves to the files' times. It needs no
 torch headers (a torch extension of the same source compiles three times as long and is bound to one torch release).
 """
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, List, NamedTuple
+from typing import Any, List, NamedTuple, Set
 
 import torch
 
 SOURCE = Path(__file__).with_name("boundary.cu")
 ACTIVATIONS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 WEIGHTS = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16"}
+
+
+_LOADED: Set["Config"] = set()
 
 
 class Config(NamedTuple):
@@ -49,12 +54,23 @@ def load(config: Config) -> Any:
     """
     import tvm_ffi.cpp
 
-    name = "moe_boundary_w{}_h{}_k{}_{}_{}".format(
-        config.world_size, config.hidden, config.top_k, _short(config.activation), _short(config.weight)
+    name = "moe_boundary_{}_w{}_h{}_k{}_{}_{}".format(
+        hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12],
+        config.world_size,
+        config.hidden,
+        config.top_k,
+        _short(config.activation),
+        _short(config.weight),
     )
     module = tvm_ffi.cpp.load(name, cuda_files=[str(SOURCE)], extra_cuda_cflags=config.flags)
     module.prepare()
+    _LOADED.add(config)
     return module
+
+
+def is_loaded(config: Config) -> bool:
+    """Whether ``load`` would return without compiling."""
+    return config in _LOADED
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -13,9 +13,9 @@ import torch
 
 from .module import Config, load
 
-# How long a rank waits for a peer before it stops the process. Longer than any pause of a healthy rank that is inside
-# a forward (compiling a kernel takes seconds), shorter than SGLang's own watchdog of 300 s.
-TIMEOUT_S = 120.0
+# How long a rank waits for a peer before it stops its process. Longer than the longest pause of a healthy rank: on a cold
+# cache SGLang has one rank compile DeepGEMM kernels inside a forward, which takes 10 to 20 minutes by its own account.
+TIMEOUT_S = 1800.0
 
 
 class PlaneUnavailable(RuntimeError):
@@ -28,6 +28,7 @@ class ExchangePlane:
 
     Attributes:
         config: the kernel configuration it was set up with; another ``top_k`` or dtype may use the plane too.
+        two_shot: the regime of its launches, from the first one on.
         multiprocessors: the fewest of any rank's GPU, so that all ranks lay their launches out alike.
         pointers: ``[world_size]`` int64 on the host; the plane of each rank as this process maps it.
     """
@@ -39,6 +40,8 @@ class ExchangePlane:
     pointers: torch.Tensor
     timeout_s: float = TIMEOUT_S
     part: Optional["_Part"] = None
+    group: Any = None
+    two_shot: Optional[bool] = None
 
     @classmethod
     def create(
@@ -62,18 +65,23 @@ class ExchangePlane:
         # A second round: a peer may have failed to map what this rank offered.
         refusals = _all_gather(refusal, group, world_size)
         if any(refusals):
-            if own:
-                own.release()
+            _release(own, group, world_size)
             causes = "; ".join(f"rank {i}: {cause}" for i, cause in enumerate(refusals) if cause)
             raise PlaneUnavailable(f"the exchange plane could not be set up ({causes})")
         multiprocessors = min(offer.multiprocessors for offer, _ in offers)
-        return cls(config, rank, max_tokens, multiprocessors, torch.tensor(pointers, dtype=torch.int64, device="cpu"), timeout_s, own)
+        return cls(config, rank, max_tokens, multiprocessors, torch.tensor(pointers, dtype=torch.int64, device="cpu"), timeout_s, own, group)
+
+    def keep_to(self, two_shot: bool) -> None:
+        """Fix the regime of all launches over this plane; raises ValueError for the other one."""
+        if self.two_shot not in (None, two_shot):
+            raise ValueError("a plane keeps to the regime of its first launch, one-shot or two-shot")
+        self.two_shot = two_shot
 
     def close(self) -> None:
-        """Free this rank's part; every rank must have stopped using the plane."""
-        if self.part:
-            self.part.release()
-            self.part = None
+        """Give the plane's memory back. Collective; every rank must have stopped using the plane."""
+        part, self.part = self.part, None
+        if part:
+            _release(part, self.group, self.config.world_size)
 
 
 class _Offer(NamedTuple):
@@ -110,10 +118,21 @@ class _Part:
             pointers.append(self.pointer if peer == rank else self.mapped[-1])
         return pointers
 
-    def release(self) -> None:
-        for pointer in self.mapped:
-            self.module.plane_close(pointer)
+    def unmap_peers(self) -> None:
+        while self.mapped:
+            self.module.plane_close(self.mapped.pop())
+
+    def free(self) -> None:
         self.module.plane_free(self.pointer)
+
+
+def _release(part: Optional[_Part], group: Any, world_size: int) -> None:
+    """Unmap, and free once every rank has: memory that a peer still maps must not go. What fails is left to the process's end."""
+    if part:
+        _attempt(part.unmap_peers)
+    _all_gather(None, group, world_size)
+    if part:
+        _attempt(part.free)
 
 
 def _attempt(step: Callable[[], Any]) -> Tuple[Any, str]:
