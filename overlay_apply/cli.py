@@ -114,6 +114,14 @@ def check(
     return _show(result, report.show_check, json)
 
 
+@app.command()
+def features(context: typer.Context, base: Optional[str] = _BASE, json: bool = _JSON) -> int:
+    """Say what each base has of each patch: ours, upstream's own, or neither."""
+    from .features import features as features_of_bases
+
+    return _show(features_of_bases(_request(context, None, base)), report.show_features, json)
+
+
 def _request(
     context: typer.Context,
     target: Optional[Path],

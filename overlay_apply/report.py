@@ -78,6 +78,12 @@ def show_check(result: dict) -> None:
     print("all patches fit" if result["ok"] else f"{len(result['problems'])} problems")
 
 
+def show_features(result: dict) -> None:
+    """Tell what each base has of each patch."""
+    rows = ((row["patch"], row["feature"], *row["bases"].values()) for row in result["patches"])
+    _table(("patch", "feature", *result["bases"]), rows)
+
+
 _EDIT_COLUMNS = ("edit", "file", "expected", "found", "fits")
 
 

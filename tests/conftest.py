@@ -1,4 +1,6 @@
 """What all tests share."""
+import functools
+
 import pytest
 
 from cpu_serving import trees
@@ -8,12 +10,18 @@ collect_ignore = ["registered"]
 
 
 @pytest.fixture(scope="session")
-def overlay_tree(tmp_path_factory):
-    """A folder with the release's sglang package, the overlay of this checkout applied to it.
+def overlay_tree_of(tmp_path_factory):
+    """``base`` -> a folder with that release's sglang package, the overlay of this checkout applied to it.
 
     In a folder of this run, so that two runs side by side do not take it from each other.
     """
-    return trees.overlay_tree(tmp_path_factory.mktemp("overlay") / "tree")
+    return functools.cache(lambda base: trees.overlay_tree(tmp_path_factory.mktemp("overlay") / "tree", base))
+
+
+@pytest.fixture(scope="session")
+def overlay_tree(overlay_tree_of):
+    """The same for the base that most tests are about."""
+    return overlay_tree_of(trees.BASE)
 
 
 def pytest_collection_modifyitems(items):

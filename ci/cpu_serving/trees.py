@@ -1,4 +1,4 @@
-"""The SGLang trees that are served: the pristine release, and the same with the overlay applied."""
+"""The SGLang trees that are served: the pristine releases, and the same with the overlay applied."""
 import json
 import shutil
 import subprocess
@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 SERVED = BUILD / "serving"
 LOGS = SERVED / "logs"  # kept for a look after a failure
-BASE = "0.5.20"
+BASES = ("0.5.20", "0.5.23")
+BASE = BASES[0]  # whose requirements the virtual environment is made from, and which has every feature
 
 
 class ApplyFailed(RuntimeError):
@@ -27,19 +28,19 @@ def run_apply(*arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-def release_wheel() -> Path:
-    """The pinned release's wheel in build/, fetched and checked by apply.py's own code."""
+def release_wheel(base: str = BASE) -> Path:
+    """A pinned release's wheel in build/, fetched and checked by apply.py's own code."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     from overlay_apply import bases, fetch, project
 
     here = project.here()
-    return fetch.fetch_wheel(here, bases.load_manifest(here.patches).base(BASE).release)
+    return fetch.fetch_wheel(here, bases.load_manifest(here.patches).base(base).release)
 
 
-def stock_tree() -> Path:
-    """The pristine release, unpacked; unpacked again if any of its files is not as in the wheel."""
-    wheel, tree = release_wheel(), SERVED / "stock"
+def stock_tree(base: str = BASE) -> Path:
+    """A pristine release, unpacked; unpacked again if any of its files is not as in the wheel."""
+    wheel, tree = release_wheel(base), SERVED / f"stock-{base}"
     if not _is_as_in(wheel, tree):
         shutil.rmtree(tree, ignore_errors=True)
         with zipfile.ZipFile(wheel) as archive:
@@ -47,10 +48,10 @@ def stock_tree() -> Path:
     return tree
 
 
-def overlay_tree(tree: Path) -> Path:
-    """A copy of the release at ``tree``, which must not exist yet, with the overlay of this checkout applied."""
-    shutil.copytree(stock_tree(), tree)
-    run_apply("apply", str(tree / "sglang"))
+def overlay_tree(tree: Path, base: str = BASE, *features: str) -> Path:
+    """A copy of a release at ``tree``, which must not exist yet, with this checkout's overlay applied: all of it, or some features."""
+    shutil.copytree(stock_tree(base), tree)
+    run_apply("apply", str(tree / "sglang"), *(word for feature in features for word in ("--feature", feature)))
     return tree
 
 

@@ -1,6 +1,7 @@
 """What is served: the model, the prompts, and the ways of serving that are compared."""
 from dataclasses import dataclass
 
+from cpu_serving import trees
 from cpu_serving.checkpoint import Shape
 from cpu_serving.server import Configuration
 
@@ -17,6 +18,20 @@ ENABLE = "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE"
 FUSION = "SGLANG_MOE_FINALIZE_FUSION"
 MAX_TOKENS = "SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS"
 DEFAULT_MAX_TOKENS = 192
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which release is served, and on how many ranks."""
+
+    base: str
+    tp: int
+
+    def __str__(self):
+        return f"{self.base}-tp{self.tp}"
+
+
+PLACES = [Place(base, tp) for base in trees.BASES for tp in (1, 2)]
 
 
 @dataclass(frozen=True)

@@ -38,22 +38,26 @@ def oracle(reference):
 
 
 @pytest.fixture(scope="session")
-def tree_of(overlay_tree):
-    """``"stock"`` or ``"overlay"`` -> the tree to serve."""
-    return {"stock": trees.stock_tree(), "overlay": overlay_tree}.__getitem__
+def tree_of(overlay_tree_of):
+    """``(base, "stock" or "overlay")`` -> the tree to serve."""
+
+    def get(base, tree):
+        return {"stock": trees.stock_tree, "overlay": overlay_tree_of}[tree](base)
+
+    return get
 
 
 @pytest.fixture(scope="session")
 def observed(model, tree_of):
-    """``(tp, way of serving)`` -> what its server said; the server runs only while it is asked."""
+    """``(place, way of serving)`` -> what its server said; the server runs only while it is asked."""
     seen = {}
 
-    def get(tp, way):
-        if (tp, way) not in seen:
-            configuration = configuration_of(way, tree_of(way.tree), model, tp)
-            with serve(configuration, trees.LOGS / f"tp{tp}-{way.name}.log") as server:
-                seen[tp, way] = observe(server, captures=bool(way.capture_layers))
-        return seen[tp, way]
+    def get(place, way):
+        if (place, way) not in seen:
+            configuration = configuration_of(way, tree_of(place.base, way.tree), model, place.tp)
+            with serve(configuration, trees.LOGS / f"{place}-{way.name}.log") as server:
+                seen[place, way] = observe(server, captures=bool(way.capture_layers))
+        return seen[place, way]
 
     return get
 

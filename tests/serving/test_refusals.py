@@ -15,7 +15,7 @@ def refusal_of(model, tree_of):
     """The error a server ends with instead of starting."""
 
     def get(way: Way) -> str:
-        configuration = configuration_of(way, tree_of(way.tree), model, tp=1)
+        configuration = configuration_of(way, tree_of(trees.BASE, way.tree), model, tp=1)
         with pytest.raises(ServerFailed, match="ended with status") as failure:
             with serve(configuration, trees.LOGS / f"refusal-{way.name}.log"):
                 pass

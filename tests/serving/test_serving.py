@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from configurations import (
-    DEFAULT_MAX_TOKENS, ENABLE, MAX_TOKENS, MOE_LAYERS, OFF, OFF_0, OFF_UNSET, ON, ON_AUTO, PROMPTS, STOCK, STOCK_0,
-    STOCK_UNSET, TAKING_LAYERS,
+    DEFAULT_MAX_TOKENS, ENABLE, MAX_TOKENS, MOE_LAYERS, OFF, OFF_0, OFF_UNSET, ON, ON_AUTO, PLACES, PROMPTS, STOCK,
+    STOCK_0, STOCK_UNSET, TAKING_LAYERS,
 )
 from observations import expected_counts
 
@@ -16,7 +16,7 @@ LOGPROB_TOLERANCE = 1e-4
 HIDDEN_TOLERANCE = 1e-4  # relative to the largest value of a row
 COUNTERS = ("deferred", "carried", "ways", "not_deferred")
 
-each_tp = pytest.mark.parametrize("tp", [1, 2], ids="tp{}".format)
+each_place = pytest.mark.parametrize("place", PLACES, ids=str)
 
 
 def each(*ways):
@@ -29,66 +29,66 @@ def test_the_prompts_leave_no_doubt(oracle):
     assert min(min(continuation.margins) for continuation in oracle) > 10 * LOGPROB_TOLERANCE
 
 
-@each_tp
+@each_place
 @each(*STOCK, *OFF, *ON)
-def test_says_what_transformers_says(tp, way, observed, oracle):
+def test_says_what_transformers_says(place, way, observed, oracle):
     """Tokens equal, logprobs close: one prompt at a time and as a batch."""
-    seen = observed(tp, way)
+    seen = observed(place, way)
     for answers in (seen.alone, seen.batch):
         assert [answer.tokens for answer in answers] == [expected.tokens for expected in oracle]
         for answer, expected in zip(answers, oracle):
             assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE, rel=0)
 
 
-@each_tp
+@each_place
 @each(*STOCK, *OFF, *ON)
-def test_an_answer_does_not_depend_on_earlier_requests(tp, way, observed):
+def test_an_answer_does_not_depend_on_earlier_requests(place, way, observed):
     """Nothing of a forward is left behind for the next one; the floats are equal bit for bit."""
-    seen = observed(tp, way)
+    seen = observed(place, way)
     assert seen.again == seen.alone[0]
 
 
-@each_tp
+@each_place
 @pytest.mark.parametrize("off, stock", [(OFF_0, STOCK_0), (OFF_UNSET, STOCK_UNSET)], ids=["0", "unset"])
-def test_switched_off_it_is_the_stock_release(tp, off, stock, observed):
+def test_switched_off_it_is_the_stock_release(place, off, stock, observed):
     """Floats are equal bit for bit, one prompt at a time and as a batch."""
-    with_overlay, without = observed(tp, off), observed(tp, stock)
+    with_overlay, without = observed(place, off), observed(place, stock)
     assert with_overlay.alone == without.alone
     assert with_overlay.batch == without.batch
 
 
-@each_tp
+@each_place
 @each(*STOCK)
-def test_the_stock_release_reports_no_counters(tp, way, observed):
+def test_the_stock_release_reports_no_counters(place, way, observed):
     """So the servers that are called stock are."""
-    assert observed(tp, way).counters_after is None
+    assert observed(place, way).counters_after is None
 
 
-@each_tp
+@each_place
 @each(*OFF)
-def test_switched_off_nothing_is_counted(tp, way, observed):
+def test_switched_off_nothing_is_counted(place, way, observed):
     """Neither deferred nor reported as not deferred: the overlay's code is not reached."""
-    seen = observed(tp, way)
+    seen = observed(place, way)
     assert seen.counters_after["enable"] == dict(way.flags).get(ENABLE, "auto")
     assert [sum(seen.counters_after[name].values()) for name in COUNTERS] == [0, 0, 0, 0]
 
 
-@each_tp
+@each_place
 @each(*ON)
-def test_switched_on_every_moe_layer_defers(tp, way, observed):
+def test_switched_on_every_moe_layer_defers(place, way, observed):
     """In each forward that fits the token limit; all layers but the last hand their output on, and the next takes it."""
-    seen = observed(tp, way)
+    seen = observed(place, way)
     max_tokens = int(dict(way.flags).get(MAX_TOKENS, DEFAULT_MAX_TOKENS))
     assert seen.counters_after["max_tokens"] == max_tokens
     assert seen.counters_after["layers"] == dict.fromkeys(MOE_LAYERS, "deferrable")
     assert {name: seen.counted(name) for name in COUNTERS} == expected_counts(max_tokens)
 
 
-@each_tp
-def test_captured_hidden_states_are_complete(tp, observed, oracle, reference):
+@each_place
+def test_captured_hidden_states_are_complete(place, observed, oracle, reference):
     """What Eagle3 would see where a layer takes a bundle: finalized, reduced over the ranks, with the residual."""
     *computed_on, _ = [*PROMPTS[-1], *oracle[-1].tokens]
-    captured = torch.tensor(observed(tp, ON_AUTO).captured)
+    captured = torch.tensor(observed(place, ON_AUTO).captured)
     expected = reference.layer_inputs(computed_on, TAKING_LAYERS)
     assert captured.shape == expected.shape
     row_sizes = expected.abs().amax(dim=-1, keepdim=True)

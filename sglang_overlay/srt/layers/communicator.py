@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
+from ..upstream import fused_all_reduce, input_is_scattered
 from .layernorm import fusion_unmet, weight_bias
 from .moe.boundary import flashinfer as flashinfer_kernel
 from .moe.boundary import kernel as fused_kernel
@@ -37,14 +38,25 @@ def take_deferred(
         RuntimeError: no residual of T rows came with the bundle, or the layer's input is scattered;
             the decision to carry is made so that neither happens.
     """
+    boundary = getattr(communicator, "moe_boundary", None) or unlinked()
+    hidden_states, residual = take_over(boundary, communicator.input_layernorm, output, residual, post_residual_addition)
+    return _enter_attention(communicator, hidden_states, forward_batch), residual
+
+
+def take_over(
+    boundary: Boundary,
+    layernorm: torch.nn.Module,
+    output: DeferredMoeOutput,
+    residual: Optional[torch.Tensor],
+    post_residual_addition: Optional[torch.Tensor],
+) -> Outputs:
+    """Finish a bundle by the boundary's way for it; raises RuntimeError as ``take_deferred`` does."""
     _check_hand_over(output, residual)
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
-    boundary = getattr(communicator, "moe_boundary", None) or _unlinked()
-    way = way_for(boundary, communicator.input_layernorm, output, residual)
+    way = way_for(boundary, layernorm, output, residual)
     COUNTERS.ways[way] += 1
-    hidden_states, residual = WAYS[way](boundary, communicator.input_layernorm, output, residual)
-    return _enter_attention(communicator, hidden_states, forward_batch), residual
+    return WAYS[way](boundary, layernorm, output, residual)
 
 
 def way_for(boundary: Boundary, layernorm: torch.nn.Module, output: DeferredMoeOutput, residual: torch.Tensor) -> str:
@@ -114,23 +126,21 @@ WAYS: Dict[str, Way] = {"fused": fused, "flashinfer": flashinfer, "separate": se
 
 def separate_up_to() -> int:
     """The most tokens that ``separate`` takes: those of SGLang's own workspace."""
-    from sglang.srt.layers.communicator import FUSE_ALLREDUCE_MAX_BATCH_SIZE
-
-    return FUSE_ALLREDUCE_MAX_BATCH_SIZE
+    return fused_all_reduce().FUSE_ALLREDUCE_MAX_BATCH_SIZE
 
 
 @lru_cache(maxsize=1)
-def _unlinked() -> Boundary:
+def unlinked() -> Boundary:
     """For a layer that no model has linked and that is handed a bundle all the same."""
     return Boundary(wanted="eager", separate_up_to=0)
 
 
 def separate_unmet(norms: Tuple[torch.nn.Module, ...]) -> str:
     """The condition that keeps FlashInfer's fused all-reduce + norm from running before these norms; empty where it runs."""
-    from sglang.srt.layers import communicator as stock
     from sglang.srt.layers.flashinfer_comm_fusion import is_flashinfer_allreduce_unavailable
     from sglang.srt.runtime_context import get_exec, get_parallel
 
+    stock = fused_all_reduce()
     return first_true(
         (
             (
@@ -197,12 +207,10 @@ CARRY_GUARDS: Tuple[Guard, ...] = (
 
 
 def _check_hand_over(output: DeferredMoeOutput, residual: Optional[torch.Tensor]) -> None:
-    from sglang.srt.layers.communicator import get_attn_tp_context
-
     if residual is None or residual.shape[0] != output.num_tokens:
         rows = "no residual" if residual is None else f"a residual of {residual.shape[0]} rows"
         raise RuntimeError(f"a deferred MoE output of {output.num_tokens} tokens arrived with {rows}")
-    if get_attn_tp_context().input_scattered:
+    if input_is_scattered():
         raise RuntimeError("a deferred MoE output arrived at a layer whose input is scattered")
 
 

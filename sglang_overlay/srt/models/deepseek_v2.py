@@ -29,8 +29,9 @@ from ..layers.moe.deferral import (
 )
 from ..layers.moe.deferred_output import is_deferred
 from ..layers.moe.moe_runner.producers import expected_weight_dtype
+from ..upstream import input_is_scattered
 
-# An MoE layer, the communicator of the layer after it, and why that one cannot take a bundle.
+# An MoE layer, what takes bundles for the layer after it (its communicator), and why that cannot take this layer's.
 Link = Tuple[torch.nn.Module, Any, str]
 
 
@@ -69,7 +70,7 @@ def fuse_or_carry(layer: torch.nn.Module, forward_batch: Any, hidden_states: tor
 
     Decides, before compute, whether the MoE under way hands on a bundle. ``hidden_states`` is its input, ``[T, H]``.
     """
-    if _is_moe(layer.mlp) and may_defer(layer.mlp):
+    if is_moe(layer.mlp) and may_defer(layer.mlp):
         deferral = deferral_of(layer.mlp)
         deferral.carries_now = _carries(deferral, forward_batch, hidden_states.shape[0])
         if deferral.carries_now:
@@ -106,9 +107,14 @@ def link_boundaries(model: torch.nn.Module) -> None:
         PolicyError: a table of measurements cannot be used, or ranks differ in theirs.
         RuntimeError: the way asked for cannot run here.
     """
+    link(model, _links)
+
+
+def link(model: torch.nn.Module, links_of: Callable[[torch.nn.Module], List[Link]]) -> None:
+    """``link_boundaries`` with the links of whatever joins the layers; raises as it does."""
     if settings().is_off:
         return
-    links = _links(model)
+    links = links_of(model)
     # What one of these guards holds back at the start it holds back for good: nothing to set up for.
     used = [link for link in links if not link[2] and not first_true(DEFER_GUARDS, link[0].mlp)]
     boundary = _boundary(model, used) if used else None
@@ -128,7 +134,7 @@ def _links(model: torch.nn.Module) -> List[Link]:
     stage = list(model.layers[model.start_layer : model.end_layer])
     links = []
     for layer, following in zip(stage, stage[1:] + [None]):
-        if _is_moe(layer.mlp):
+        if is_moe(layer.mlp):
             after = following and following.layer_communicator
             links.append((layer, after, keeps_because(layer.layer_communicator, after)))
     return links
@@ -176,19 +182,18 @@ def _explain_and_run(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_out
 
 
 def _carries(deferral: Deferral, forward_batch: Any, num_tokens: int) -> bool:
-    from sglang.srt.layers.communicator import get_attn_tp_context
-
     if deferral.keeps_because or deferral.not_now(num_tokens):
         return False
     # Two-batch overlap slices the hidden states, and scattered input splits them, before prepare_attn.
-    return not forward_batch.can_run_tbo and not get_attn_tp_context().input_scattered
+    return not forward_batch.can_run_tbo and not input_is_scattered()
 
 
 def _decision_left_over(layer: torch.nn.Module) -> bool:
-    return _is_moe(layer.mlp) and may_defer(layer.mlp) and deferral_of(layer.mlp).take_decision()
+    return is_moe(layer.mlp) and may_defer(layer.mlp) and deferral_of(layer.mlp).take_decision()
 
 
-def _is_moe(mlp: torch.nn.Module) -> bool:
+def is_moe(mlp: torch.nn.Module) -> bool:
+    """Whether a layer's feed-forward block is a ``DeepseekV2MoE``."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
     return isinstance(mlp, DeepseekV2MoE)

@@ -192,6 +192,22 @@ def test_a_base_is_added_by_files_only(run, package, project, tmp_path):
     assert run("apply", "--json", package).data["base"] == "v0.5.20"
 
 
+def test_bases_share_a_patch_by_a_symbolic_link(run, package, project, tmp_path):
+    """What fits two bases unchanged is written once."""
+    rows = manifest()
+    rows["bases"]["v0.5.23"] = {**rows["bases"]["v0.5.20"], "version": "0.5.23", "files": {"srt/models/net.py": "2" * 64}}
+    (project.patches / "manifest.yml").write_text(yaml.safe_dump(rows))
+    (project.patches / "v0.5.23").mkdir()
+    (project.patches / "v0.5.23/net-experts.yml").symlink_to("../v0.5.20/net-experts.yml")
+    other = tmp_path / "other"
+    write_tree(other / "sglang", {**PACKAGE, "_version.py": "version = '0.5.23'\n"})
+    (other / "sglang/srt/layers/comm.py").unlink()
+    before = snapshot(other)
+    result = run("apply", "--json", other).data
+    assert (result["base"], [patch["id"] for patch in result["patches"]]) == ("v0.5.23", ["net-experts"])
+    assert run("revert", "--json", other).code == 0 and snapshot(other) == before
+
+
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: write_tree(p, {"sglang/x": ""})])
 def test_not_an_sglang_tree(run, tmp_path, make):
     place = tmp_path / "place"

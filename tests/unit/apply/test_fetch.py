@@ -210,3 +210,40 @@ def test_a_tree_patched_without_a_receipt_is_known_by_a_fetched_release(run, pac
     assert run("status", "--json", package).data["state"] == "applied (no receipt)"
     assert run("revert", package).code == 0
     assert snapshot(package) == before
+
+
+@pytest.fixture
+def older_base(project, index):
+    """v0.5.19 as a second base, that shares one patch and has no other; returns the patch it lacks a file for."""
+    path = project.patches / "manifest.yml"
+    rows = yaml.safe_load(path.read_text())
+    release = rows["neighbours"].pop("0.5.19")
+    rows["bases"]["v0.5.19"] = {"version": "0.5.19", "release": release, "files": {}}
+    path.write_text(yaml.safe_dump(rows))
+    (project.patches / "v0.5.19").mkdir()
+    (project.patches / "v0.5.19/net-experts.yml").symlink_to("../v0.5.20/net-experts.yml")
+    return project.patches / "v0.5.20/net-close.yml"
+
+
+def states(result):
+    return {row["patch"]: row["bases"] for row in result.data["patches"]}
+
+
+def test_features_says_what_is_ours_on_each_base(run, older_base):
+    result = run("features", "--json")
+    assert result.code == 0 and result.data["bases"] == ["v0.5.19", "v0.5.20"]
+    assert states(result)["net-experts"] == {"v0.5.19": "ours", "v0.5.20": "ours"}
+    assert states(result)["net-close"] == {"v0.5.19": "not here", "v0.5.20": "ours"}
+    told = run("features")
+    assert told.code == 0 and "net-close" in told.out and "not here" in told.out
+
+
+def test_features_asks_the_probe_of_another_bases_patch(run, older_base):
+    """A base without a file for a patch may lack it because upstream has it there."""
+    older_base.write_text(older_base.read_text().replace("close_all", "prepare"))
+    assert states(run("features", "--json"))["net-close"] == {"v0.5.19": "upstream has it", "v0.5.20": "upstream has it"}
+
+
+def test_features_of_one_base(run, older_base):
+    assert states(run("features", "--base", "v0.5.19", "--json"))["net-experts"] == {"v0.5.19": "ours"}
+    assert run("features", "--base", "v9").code == 2

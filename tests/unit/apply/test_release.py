@@ -1,4 +1,4 @@
-"""The repository's own patches on the pinned release itself (fetched once, kept in build/)."""
+"""The repository's own patches on each base's pinned release itself (fetched once, kept in build/)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from overlay_apply.fs import Fs
 from overlay_apply.project import Project
 
 REAL = Project(REPOSITORY)
-BASE = load_manifest(REAL.patches).base("v0.5.20")
+BASES = load_manifest(REAL.patches).bases
+each_base = pytest.mark.parametrize("base", BASES, ids=lambda base: base.name)
+each_file = pytest.mark.parametrize(
+    "base, file", [pytest.param(base, file, id=f"{base.name}-{file}") for base in BASES for file in sorted(base.files)]
+)
 
 
-@pytest.fixture(scope="session")
-def wheel():
-    return fetch_wheel(REAL, BASE.release)
+@pytest.fixture
+def wheel(base):
+    return fetch_wheel(REAL, base.release)
 
 
 @pytest.fixture
@@ -34,11 +38,11 @@ def release(wheel, tmp_path):
 
 
 @pytest.fixture
-def repository(wheel, tmp_path):
+def repository(base, wheel, tmp_path):
     """A git checkout with those files of the release that matter here."""
     root = tmp_path / "checkout"
     with zipfile.ZipFile(wheel) as archive:
-        for name in ("__init__.py", *BASE.files):
+        for name in ("__init__.py", *base.files):
             place = root / "python/sglang" / name
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(archive.read(f"sglang/{name}"))
@@ -46,21 +50,24 @@ def repository(wheel, tmp_path):
     return root
 
 
-def test_every_patch_fits_the_release(capfd):
-    code = cli.run(["check", "--base", "v0.5.20", "--json"], REAL)
+@each_base
+def test_every_patch_fits_the_release(base, capfd):
+    code = cli.run(["check", "--base", base.name, "--json"], REAL)
     assert code == 0, capfd.readouterr().out
 
 
-def test_apply_then_revert_gives_the_release_back(release):
+@each_base
+def test_apply_then_revert_gives_the_release_back(base, release):
     before = snapshot(release)
     result = perform(REAL, "apply", release)
-    assert result["ok"] and result["evidence"]["kind"] == "sha256"
+    assert result["ok"] and (result["base"], result["evidence"]["kind"]) == (base.name, "sha256")
     assert {entry["file"] for entry in result["files"] if entry["kind"] == "patched"}
     assert perform(REAL, "status", release)["state"] == "applied"
     assert perform(REAL, "revert", release)["ok"]
     assert snapshot(release) == before
 
 
+@each_base
 def test_the_diff_gives_git_apply_the_same_tree(repository, tmp_path):
     second = tmp_path / "second"
     shutil.copytree(repository, second)
@@ -74,7 +81,7 @@ def test_the_diff_gives_git_apply_the_same_tree(repository, tmp_path):
         assert git(tree, "status", "--short", "--ignored") == ""
 
 
-@pytest.mark.parametrize("file", sorted(BASE.files))
+@each_file
 def test_c14_a_users_own_edit_in_each_file(repository, file):
     path = repository / "python/sglang" / file
     path.write_bytes(path.read_bytes() + b"\n\ndef mine():\n    return 1\n")
@@ -85,7 +92,7 @@ def test_c14_a_users_own_edit_in_each_file(repository, file):
     assert snapshot(repository) == before
 
 
-@pytest.mark.parametrize("file", sorted(BASE.files))
+@each_file
 def test_c13_an_empty_file_where_an_edit_belongs(repository, file):
     (repository / "python/sglang" / file).write_bytes(b"")
     before = snapshot(repository)
@@ -94,12 +101,13 @@ def test_c13_an_empty_file_where_an_edit_belongs(repository, file):
     assert (result["error"]["found"], snapshot(repository)) == (0, before)
 
 
-def test_every_line_end_style_gives_the_same_code(repository):
+@each_base
+def test_every_line_end_style_gives_the_same_code(base, repository):
     """A checkout with CRLF line ends gets the same edits."""
     assert perform(REAL, "apply", repository)["ok"]
-    plain = {file: (repository / "python/sglang" / file).read_bytes() for file in BASE.files}
+    plain = {file: (repository / "python/sglang" / file).read_bytes() for file in base.files}
     assert perform(REAL, "revert", repository)["ok"]
-    for file in BASE.files:
+    for file in base.files:
         path = repository / "python/sglang" / file
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     assert perform(REAL, "apply", repository)["ok"]

@@ -2,7 +2,7 @@
 
 Run by ``test_boundary.py`` as ``boundary_worker.py RUNS.json``, a list of runs, each a list of the specs of its ranks.
 Each rank writes what it saw to ``spec["out"]`` as a torch file, its output to ``spec["log"]``. Everything but the attention is SGLang's own:
-layers, communicators, process groups. SGLang is imported once, and each rank forked: importing takes longer than all else.
+layers, what joins them, process groups. Where the bases differ in that, ``taker``, ``take`` and the like know it. SGLang is imported once, and each rank forked: importing takes longer than all else.
 With ``spec["stand_ins"]`` what a boundary runs on GPUs is stood in for by torch (``boundary_stand_ins.py``).
 """
 
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import boundary_stand_ins
 import torch
-from cpu_serving import forked
+from cpu_serving import forked, ranks
 
 HIDDEN, TOKENS = 256, 5
 
@@ -24,8 +24,8 @@ HIDDEN, TOKENS = 256, 5
 def main(runs: list) -> None:
     torch.set_num_threads(1)
     import_sglang()
-    for ranks in runs:
-        pids = [forked.start(run_rank, spec) for spec in ranks]
+    for specs in runs:
+        pids = [forked.start(run_rank, spec) for spec in specs]
         for pid in pids:
             os.waitpid(pid, 0)
 
@@ -59,13 +59,10 @@ def build_model(spec: dict) -> torch.nn.Module:
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.layernorm_sp import initialize_layernorm_sp
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.moe.token_dispatcher import standard
     from sglang.srt.model_loader.loader import get_model_loader
-    from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
     sizes = spec["sizes"]
@@ -82,25 +79,12 @@ def build_model(spec: dict) -> torch.nn.Module:
         pp_size=sizes["pp"],
         ep_size=sizes["ep"],
     )
-    publish(args, role="weight_cache_daemon")
+    ranks.publish(args, spec["rank"])
     # The map of this rank's experts goes to an accelerator, which is not there.
     standard.get_device = lambda: "cpu"
     initialize_moe_config()
     config = ModelConfig(model_path=spec["checkpoint"], dtype=spec["dtype"])
-    init_distributed_environment(
-        world_size=sizes["tp"] * sizes["pp"],
-        rank=spec["rank"],
-        local_rank=spec["rank"],
-        distributed_init_method=spec["init_method"],
-        backend="gloo",
-    )
-    initialize_model_parallel(
-        tensor_model_parallel_size=sizes["tp"],
-        pipeline_model_parallel_size=sizes["pp"],
-        expert_model_parallel_size=sizes["ep"],
-        backend="gloo",
-    )
-    initialize_dp_attention(args, config)
+    ranks.join_groups(args, spec["init_method"], spec["rank"])
     initialize_layernorm_sp(model_config=config)
     loader = get_model_loader(LoadConfig(), config)
     return loader.load_model(model_config=config, device_config=DeviceConfig("cpu")).model
@@ -125,7 +109,50 @@ def stub_attention(model: torch.nn.Module) -> None:
 
     for layer in stage(model):
         layer.self_attn = StubAttention(get_parallel().tp_size)
-        layer.layer_communicator.qkv_latent_func = None
+        owner = layer.attn_boundary.plan if has_layer_boundary() else layer.layer_communicator
+        owner.qkv_latent_func = None
+
+
+def has_layer_boundary() -> bool:
+    from sglang.sglang_overlay.srt.upstream import has_layer_boundary
+
+    return has_layer_boundary()
+
+
+def seams():
+    """The overlay's module with the seams of this base's decoder layers."""
+    from sglang.sglang_overlay.srt.models import deepseek_v2
+
+    if not has_layer_boundary():
+        return deepseek_v2
+    from sglang.sglang_overlay.srt.layers import layer_boundary
+
+    return layer_boundary
+
+
+def taker(layer):
+    """What takes a bundle for a layer."""
+    return layer.attn_boundary.fusions if has_layer_boundary() else layer.layer_communicator
+
+
+def take(layer, bundle, residual, capture=None):
+    """``(norm_out, residual_out)`` of a layer that is handed a bundle."""
+    batch = forward_batch(bundle.num_tokens)
+    if not has_layer_boundary():
+        return layer.layer_communicator.prepare_attn_and_capture_last_layer_outputs(bundle, residual, batch, capture)
+    from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+
+    batch.residual_stream = ResidualStream(residual)
+    handed = batch.residual_stream.record(seams()._handoff()(bundle), PLAIN_ADD)
+    collector = None if capture is None else SimpleNamespace(capture=lambda value, **_: capture.append(value.clone()))
+    return layer.attn_boundary.prepare(handed, batch, capture_gathered=collector), batch.residual_stream.residual
+
+
+def decides_to_carry(layer, batch, hidden_states) -> bool:
+    if not has_layer_boundary():
+        return seams().fuse_or_carry(layer, batch, hidden_states)
+    return layer.ffn_boundary.fusions.can_defer_finalize(layer.ffn_boundary.plan, batch)
 
 
 def stage(model):
@@ -133,9 +160,9 @@ def stage(model):
 
 
 def moe_layers(model):
-    from sglang.sglang_overlay.srt.models.deepseek_v2 import _is_moe
+    from sglang.sglang_overlay.srt.models.deepseek_v2 import is_moe
 
-    return [layer for layer in stage(model) if _is_moe(layer.mlp)]
+    return [layer for layer in stage(model) if is_moe(layer.mlp)]
 
 
 def forward_batch(num_tokens: int, **fields):
@@ -147,6 +174,7 @@ def forward_batch(num_tokens: int, **fields):
         can_run_tbo=False,
         attn_cp_metadata=None,
         dp_padding_mode=None,
+        residual_stream=None,
     )
     return SimpleNamespace(**{**batch, **fields})
 
@@ -219,16 +247,14 @@ def scenario_deferred_only(model, spec):
 
 
 def scenario_hybrid(model, spec):
-    set_up = [layer.layer_id for layer in stage(model) if hasattr(layer.layer_communicator, "moe_boundary")]
+    set_up = [layer.layer_id for layer in stage(model) if getattr(taker(layer), "moe_boundary", None)]
     return {"carried": carried_layers(model), "layers": counted(lambda: None)[1]["layers"], "set_up": set_up}
 
 
 def carried_layers(model, num_tokens=TOKENS, **fields):
     """Ids of the layers that decide to hand a bundle on."""
-    from sglang.sglang_overlay.srt.models.deepseek_v2 import fuse_or_carry
-
     batch, hidden_states = forward_batch(num_tokens, **fields), torch.empty(num_tokens, HIDDEN)
-    return [layer.layer_id for layer in moe_layers(model) if fuse_or_carry(layer, batch, hidden_states)]
+    return [layer.layer_id for layer in moe_layers(model) if decides_to_carry(layer, batch, hidden_states)]
 
 
 def scenario_decisions(model, spec):
@@ -256,7 +282,7 @@ def scenario_failed_forward(model, spec):
     try:
         run_stage(model)
         died = False
-    except TypeError:
+    except (TypeError, AttributeError):
         died = True
     layer.mlp.gate = gate
     carried_layers(model, num_tokens=0)
@@ -299,14 +325,14 @@ def scenario_replaced_forward(model, spec):
 
 def scenario_declined(model, spec):
     """The layer was to hand on a bundle, and its MoE gives a partial tensor all the same."""
-    from sglang.sglang_overlay.srt.models import deepseek_v2 as seams
+    from sglang.sglang_overlay.srt.models import deepseek_v2
 
-    original = seams.run_experts
-    seams.run_experts = lambda moe, hidden_states, topk_output, **extra: moe.experts(hidden_states, topk_output, **extra)
+    original = deepseek_v2.run_experts
+    deepseek_v2.run_experts = lambda moe, hidden_states, topk_output, **extra: moe.experts(hidden_states, topk_output, **extra)
     try:
         return compare(model)
     finally:
-        seams.run_experts = original
+        deepseek_v2.run_experts = original
 
 
 def scenario_capture(model, spec):
@@ -316,11 +342,11 @@ def scenario_capture(model, spec):
 
 
 def hand_over(model, value: float, residual: float, capture: bool = False):
-    """Give the last layer's communicator a bundle of one expert whose rows are all ``value``."""
+    """Give the last layer a bundle of one expert whose rows are all ``value``."""
     from sglang.sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput
 
-    communicator = stage(model)[-1].layer_communicator
-    dtype = communicator.input_layernorm.weight.dtype
+    layer = stage(model)[-1]
+    dtype = layer.input_layernorm.weight.dtype
     poison = torch.full((3, HIDDEN), float("nan"), dtype=dtype)
     bundle = DeferredMoeOutput(
         gemm2_out=torch.cat([poison, torch.full((1, HIDDEN), value, dtype=dtype), poison]),
@@ -332,12 +358,10 @@ def hand_over(model, value: float, residual: float, capture: bool = False):
     )
     seen, residual_in = [], torch.full((1, HIDDEN), residual, dtype=dtype)
     with torch.no_grad():
-        norm_out, residual_out = communicator.prepare_attn_and_capture_last_layer_outputs(
-            bundle, residual_in, forward_batch(1), seen if capture else None
-        )
+        norm_out, residual_out = take(layer, bundle, residual_in, seen if capture else None)
     return {
         "norm": norm_out,
-        "norm_weight": communicator.input_layernorm.weight.data[None],
+        "norm_weight": layer.input_layernorm.weight.data[None],
         "residual": residual_out,
         "residual_in": residual_in,
         "captured": seen,
@@ -388,29 +412,27 @@ def scenario_triton_producer(model, spec):
 
 def scenario_made(model, spec):
     """What was set up for this model."""
-    boundary = getattr(stage(model)[-1].layer_communicator, "moe_boundary", None)
+    boundary = getattr(taker(stage(model)[-1]), "moe_boundary", None)
     planes = [(plane.config._asdict(), plane.max_tokens) for plane in spec["made"].planes]
     return {"planes": planes, "ranges": boundary.ranges(192) if boundary else ""}
 
 
 def scenario_two_models(model, spec):
     """A second model in the same process, as a draft is: do the two share a plane?"""
-    from sglang.sglang_overlay.srt.models.deepseek_v2 import link_boundaries
-
-    own = stage(model)[-1].layer_communicator.moe_boundary
-    link_boundaries(model)
-    return stage(model)[-1].layer_communicator.moe_boundary.plane is own.plane
+    own = taker(stage(model)[-1]).moe_boundary
+    seams().link_boundaries(model)
+    return taker(stage(model)[-1]).moe_boundary.plane is own.plane
 
 
 def scenario_not_carried(model, spec):
     """A forward of few tokens whose bundle the next layer may not take, as with two-batch overlap."""
-    from sglang.sglang_overlay.srt.models import deepseek_v2 as seams
-
-    carries, seams._carries = seams._carries, lambda *_: False
+    owner, name = (seams().MoeFinalizeFusion, "can_defer_finalize") if has_layer_boundary() else (seams(), "_carries")
+    decide = getattr(owner, name)
+    setattr(owner, name, lambda *_: False)
     try:
         return compare(model, num_tokens=1)
     finally:
-        seams._carries = carries
+        setattr(owner, name, decide)
 
 
 def scenario_over_plane(model, spec):
@@ -418,13 +440,13 @@ def scenario_over_plane(model, spec):
     return {rows: compare(model, num_tokens=rows) for rows in (boundary_stand_ins.PLANE_ROWS, boundary_stand_ins.PLANE_ROWS + 1)}
 
 
-def random_bundle(communicator, rank: int, padding: float, tokens: int = TOKENS):
+def random_bundle(layer, rank: int, padding: float, tokens: int = TOKENS):
     """``(bundle, residual)``: 3 experts a token, one in six not on this rank; rows that no index names hold ``padding``."""
     from sglang.sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput
 
     top_k, rows = 3, 5 * tokens
     own, same = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(99)
-    dtype = communicator.input_layernorm.weight.dtype
+    dtype = layer.input_layernorm.weight.dtype
     index = torch.randperm(rows, generator=own)[: tokens * top_k].int().view(tokens, top_k)
     gemm2_out = torch.randn(rows, HIDDEN, generator=own)
     index[torch.rand(tokens, top_k, generator=own) < 1 / 6] = -7
@@ -448,11 +470,11 @@ def scenario_ways(model, spec):
     from sglang.sglang_overlay.srt.layers.communicator import WAYS
     from sglang.srt.distributed import get_tp_group
 
-    communicator = stage(model)[-1].layer_communicator
-    norm, boundary = communicator.input_layernorm, communicator.moe_boundary
+    layer = stage(model)[-1]
+    norm, boundary = layer.input_layernorm, taker(layer).moe_boundary
     norm.weight.data.copy_(1 + 0.1 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5)))
-    bundle, residual = random_bundle(communicator, spec["rank"], float("nan"))
-    unpadded, _ = random_bundle(communicator, spec["rank"], 0.0)
+    bundle, residual = random_bundle(layer, spec["rank"], float("nan"))
+    unpadded, _ = random_bundle(layer, spec["rank"], 0.0)
     before = residual.clone()
     names = [way for way in WAYS if (way != "fused" or boundary.plane) and (way != "flashinfer" or boundary.workspace)]
     with torch.no_grad():
@@ -482,8 +504,8 @@ def scenario_misfits(model, spec):
 
     from sglang.srt.distributed import get_tp_group
 
-    communicator = stage(model)[-1].layer_communicator
-    bundle, residual = random_bundle(communicator, spec["rank"], 0.0)
+    layer = stage(model)[-1]
+    bundle, residual = random_bundle(layer, spec["rank"], 0.0)
     wide = torch.cat([bundle.gemm2_out, bundle.gemm2_out], dim=1)
     misfits = {
         "a row of its own length": bundle,
@@ -491,11 +513,11 @@ def scenario_misfits(model, spec):
         "another dtype": replace(bundle, shared_output=bundle.shared_output.float()),
         "unaligned": replace(bundle, gemm2_out=torch.cat([wide[:, :1], bundle.gemm2_out], dim=1)[:, 1:]),
     }
-    exact = exact_boundary(bundle, residual, communicator.input_layernorm, get_tp_group().cpu_group)[1]
+    exact = exact_boundary(bundle, residual, layer.input_layernorm, get_tp_group().cpu_group)[1]
     seen = {}
     for name, misfit in misfits.items():
         with torch.no_grad():
-            (_, out), counters = counted(lambda: communicator.prepare_attn(misfit, residual, forward_batch(TOKENS)))
+            (_, out), counters = counted(lambda: take(layer, misfit, residual))
         way = next(way for way, count in counters["ways"].items() if count)
         seen[name] = (way, float((out.double() - exact).norm() / exact.norm()))
     return seen

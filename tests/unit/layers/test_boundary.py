@@ -79,8 +79,8 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("boundary") / "model", Shape(layers=5))
 
 
-@pytest.fixture(scope="module")
-def seen(checkpoint, overlay_tree, tmp_path_factory):
+@pytest.fixture(scope="module", params=trees.BASES)
+def seen(request, checkpoint, overlay_tree_of, tmp_path_factory):
     """``(tp, pp, ep) -> [what each rank saw]``, with the variant after the sizes where there is one."""
     folder = tmp_path_factory.mktemp("ranks")
     slower = json.loads(json.dumps(TABLE).replace("4.0", "4.5"))
@@ -92,7 +92,7 @@ def seen(checkpoint, overlay_tree, tmp_path_factory):
         for spec in ranks:
             spec["init_method"] = init_method
     (folder / "runs.json").write_text(json.dumps(list(runs.values())))
-    path = os.pathsep.join(map(str, (overlay_tree, *SUPPORT_PATHS, trees.ROOT / "ci", WORKER.parent / "moe")))
+    path = os.pathsep.join(map(str, (overlay_tree_of(request.param), *SUPPORT_PATHS, trees.ROOT / "ci", WORKER.parent / "moe")))
     environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": path, ENABLE: "1"}
     command = [sys.executable, str(WORKER), str(folder / "runs.json")]
     subprocess.run(command, env=environment, timeout=LIMIT_SECONDS, check=True)

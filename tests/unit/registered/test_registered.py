@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cpu_serving import trees
 from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
 
 REGISTERED = Path(__file__).resolve().parents[2] / "registered"
@@ -19,10 +20,10 @@ for test in collect_tests(sys.argv[1:], sanity_check=True):
 """
 
 
-@pytest.fixture(scope="module")
-def python(overlay_tree):
+@pytest.fixture(scope="module", params=trees.BASES)
+def python(request, overlay_tree_of):
     """Run Python with the patched tree on its path."""
-    path = os.pathsep.join(map(str, (overlay_tree, *SUPPORT_PATHS)))
+    path = os.pathsep.join(map(str, (overlay_tree_of(request.param), *SUPPORT_PATHS)))
     environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": path}
 
     def run(*arguments):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import fp8_moe
 import torch
-from cpu_serving import forked
+from cpu_serving import forked, ranks
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS, FACTOR = 8, 3, 256, 384, 5, 1.5
 FLAG = "SGLANG_MOE_TRITON_UE8M0"
@@ -65,26 +65,19 @@ def run_with_flag(spec: dict) -> None:
 
 def start_one_rank(spec: dict) -> None:
     """Process groups and flags of a server of one rank."""
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
-    from sglang.srt.runtime_context import get_flags, publish
+    from sglang.srt.runtime_context import get_flags
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs(
         model_path=spec["checkpoint"], device="cpu", dtype="bfloat16", attention_backend="triton", disable_cuda_graph=True,
         skip_tokenizer_init=True, sampling_backend="pytorch", grammar_backend="none", disable_shared_experts_fusion=True,
     )
-    publish(args, role="weight_cache_daemon")
+    ranks.publish(args)
     initialize_moe_config()
     get_flags().moe.runner_backend = MoeRunnerBackend(spec.get("runner", "triton"))
-    init_distributed_environment(
-        world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{spec['out']}.rendezvous", backend="gloo"
-    )
-    initialize_model_parallel(backend="gloo")
-    initialize_dp_attention(args, ModelConfig(model_path=spec["checkpoint"], dtype="bfloat16"))
+    ranks.join_groups(args, f"file://{spec['out']}.rendezvous")
 
 
 def scenario_forward(spec: dict) -> dict:
@@ -120,6 +113,31 @@ def run_path(experts, x, topk_output, spec: dict) -> torch.Tensor:
     return experts(x, topk_output)
 
 
+def scenario_ahead(spec: dict) -> dict:
+    """A second GEMM that loads by TMA: its activations are quantised ahead of the call. What quantised them, and what it was given."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    _, stock_quantised = stand_in_for_the_gpu()
+    gemms, random = [], torch.Generator().manual_seed(7)
+    fused_moe._is_cuda, fused_moe._moe_support_tma = True, lambda: True
+    config = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
+    fused_moe.try_get_optimal_moe_config = lambda *_, **__: (config, ({**config, "USE_TMA": True}, 16))
+    # CUDA kernels, imported only there: the quantiser, the activation (any values do), the GEMM.
+    from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
+
+    fused_moe.per_token_group_quant = kernels.per_token_group_quant_fp8
+    fused_moe.silu_and_mul = lambda x, out, **_: out.copy_(torch.randn(out.shape, generator=random) * 40)
+    fused_moe.invoke_fused_moe_kernel = lambda a, weight, bias, out, scale, *_, **named: gemms.append(
+        {"codes": a.clone(), "scale": scale, "scale_ue8m0": named.get("scale_ue8m0")})
+    experts = build_experts(spec)
+    fill(experts)
+    x = torch.randn(TOKENS, HIDDEN, generator=random).bfloat16()
+    ids = torch.stack([torch.randperm(EXPERTS, generator=random)[:TOP_K] for _ in range(TOKENS)]).int()
+    run_path(experts, x, StandardTopKOutput(torch.rand(TOKENS, TOP_K, generator=random), ids, None), {**spec, "path": "uncombined"})
+    return {"gemms": gemms, "stock_quantised": stock_quantised}
+
+
 def run_with_lora(experts, x, topk_output) -> torch.Tensor:
     """SGLang's LoRA wrapper of the layer; the deltas of an adapter are constants."""
     from sglang.srt.lora import lora_moe_runners
@@ -128,7 +146,7 @@ def run_with_lora(experts, x, topk_output) -> torch.Tensor:
     lora_moe_runners.build_lora_hooks = lambda *_: SimpleNamespace(
         after_gate_up=lambda hidden, buffer, *_: buffer.add_(GATE_UP_DELTA), after_down=lambda hidden, buffer, *_: buffer.add_(DOWN_DELTA)
     )
-    wrapped = FusedMoEWithLoRA(experts, SimpleNamespace())
+    wrapped = FusedMoEWithLoRA(experts, SimpleNamespace(name="triton"))
     return wrapped._forward_with_lora(x, topk_output, SimpleNamespace())
 
 

@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Optional, Tuple
 import torch
 from packaging.version import InvalidVersion, Version
 
+from ....upstream import trtllm_unmet
 from ..deferred_output import DeferredMoeOutput
 from .row import Producer, Row, bundle_of, dispatch
 
@@ -147,7 +148,7 @@ def unfit_experts(experts: torch.nn.Module) -> str:
         return f"activation {config.activation} (gated: {config.is_gated}) in a TRT-LLM kernel"
     if experts.w2_weight.shape[1] != experts.hidden_size_unpadded:
         return "a padded hidden size"
-    return ""
+    return trtllm_unmet()
 
 
 def unfit_fp8(experts: torch.nn.Module) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from cpu_serving import trees
 from test_trtllm_signatures import FLASHINFER, parameters
 
 from overlay_apply.fetch import fetch_wheel
@@ -222,9 +223,10 @@ def test_the_unified_call_still_drops_the_factor(real):
     assert "routed_scaling_factor" not in parameters(function)
 
 
-def test_what_is_borrowed_of_sglang_is_there(overlay_tree):
+@pytest.mark.parametrize("base", trees.BASES)
+def test_what_is_borrowed_of_sglang_is_there(base):
     """Its probe of memory and its transport, both private to its module; with the parameters they are called with."""
-    file = overlay_tree / "sglang" / "srt" / "layers" / "flashinfer_comm_fusion.py"
+    file = trees.stock_tree(base) / "sglang" / "srt" / "layers" / "flashinfer_comm_fusion.py"
     tree = ast.parse(file.read_text())
     probe = functions(tree)["_preflight_check_workspace_memory"]
     assert list(parameters(probe)) == ["world_size", "max_token_num", "hidden_dim", "dtype", "cpu_group"]
