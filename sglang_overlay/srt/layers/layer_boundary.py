@@ -8,16 +8,15 @@ layer stands for both ends. With deferral off every function here does what the 
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 
 from ..environ import settings
 from ..models import deepseek_v2 as seams
-from ..upstream import input_is_scattered
 from .communicator import Outputs, all_reduce, take_over, unlinked
 from .moe.counters import COUNTERS
-from .moe.deferral import Deferral, Guard, deferral_of, finish_or_carry, first_true, may_defer
+from .moe.deferral import Deferral, Guard, deferral_of, first_true, may_defer
 from .moe.deferred_output import DeferredMoeOutput, finalize, is_deferred
 
 
@@ -50,11 +49,7 @@ class MoeFinalizeFusion:
         moe = self._layer.mlp
         if plan.terminal or not seams.is_moe(moe) or not may_defer(moe) or forward_batch.input_ids is None:
             return False
-        deferral = deferral_of(moe)
-        if deferral.keeps_because or deferral.not_now(forward_batch.input_ids.shape[0]):
-            return False
-        # Two-batch overlap slices the hidden states, and scattered input splits them, before the next layer takes them.
-        return not forward_batch.can_run_tbo and not input_is_scattered()
+        return seams.carries(deferral_of(moe), forward_batch, forward_batch.input_ids.shape[0])
 
     def _take(self, plan: Any, owed: Any, residual: Any, forward_batch: Any, addition: Any) -> Optional[Outputs]:
         if not isinstance(owed, _handoff()):
@@ -107,10 +102,10 @@ def stock_defers(moe: torch.nn.Module, hidden_states: torch.Tensor, in_pieces: b
 def add_shared_output(moe: torch.nn.Module, stock_add: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """What to call in place of the stock shared-expert add, with the same four arguments."""
 
-    def add(experts, routed, shared_output: Optional[torch.Tensor], routed_scaling_factor: float):
-        if not is_deferred(routed):
-            return stock_add(experts, routed, shared_output, routed_scaling_factor)
-        finished = finish_or_carry(moe, routed, shared_output)
+    finish = seams.add_shared_output(moe, stock_add)
+
+    def add(*arguments: Any) -> Any:
+        finished = finish(*arguments)
         return _handoff()(finished) if is_deferred(finished) else finished
 
     return add
@@ -118,18 +113,11 @@ def add_shared_output(moe: torch.nn.Module, stock_add: Callable[..., torch.Tenso
 
 def link_boundaries(model: torch.nn.Module) -> None:
     """``models.deepseek_v2.link_boundaries`` for layers that meet in ``layer_boundary``."""
-    seams.link(model, _links)
+    seams.link(model, _join)
 
 
-def _links(model: torch.nn.Module) -> List[seams.Link]:
-    """Each MoE layer, what takes its bundle (or None), and why that cannot (empty where it can)."""
-    stage = list(model.layers[model.start_layer : model.end_layer])
-    links = []
-    for layer, following in zip(stage, stage[1:] + [None]):
-        if seams.is_moe(layer.mlp):
-            pair = (layer, following)
-            links.append((layer, following and _fusions(following), first_true(CARRY_GUARDS, pair)))
-    return links
+def _join(layer: torch.nn.Module, following: Optional[torch.nn.Module]) -> Tuple[Any, str]:
+    return following and _fusions(following), first_true(CARRY_GUARDS, (layer, following))
 
 
 def _fusions(layer: torch.nn.Module) -> Any:

@@ -33,6 +33,8 @@ from ..upstream import input_is_scattered
 
 # An MoE layer, what takes bundles for the layer after it (its communicator), and why that cannot take this layer's.
 Link = Tuple[torch.nn.Module, Any, str]
+# The last two of a link, of a layer and the one after it.
+Join = Callable[[torch.nn.Module, Optional[torch.nn.Module]], Tuple[Any, str]]
 
 
 def experts_or_deferred(moe: torch.nn.Module) -> Callable[..., Any]:
@@ -72,7 +74,7 @@ def fuse_or_carry(layer: torch.nn.Module, forward_batch: Any, hidden_states: tor
     """
     if is_moe(layer.mlp) and may_defer(layer.mlp):
         deferral = deferral_of(layer.mlp)
-        deferral.carries_now = _carries(deferral, forward_batch, hidden_states.shape[0])
+        deferral.carries_now = carries(deferral, forward_batch, hidden_states.shape[0])
         if deferral.carries_now:
             return True
     return layer.layer_communicator.should_fuse_mlp_allreduce_with_next_layer(forward_batch)
@@ -107,14 +109,14 @@ def link_boundaries(model: torch.nn.Module) -> None:
         PolicyError: a table of measurements cannot be used, or ranks differ in theirs.
         RuntimeError: the way asked for cannot run here.
     """
-    link(model, _links)
+    link(model, _join)
 
 
-def link(model: torch.nn.Module, links_of: Callable[[torch.nn.Module], List[Link]]) -> None:
-    """``link_boundaries`` with the links of whatever joins the layers; raises as it does."""
+def link(model: torch.nn.Module, join: Join) -> None:
+    """``link_boundaries`` for whatever joins the layers; raises as it does."""
     if settings().is_off:
         return
-    links = links_of(model)
+    links = _links(model, join)
     # What one of these guards holds back at the start it holds back for good: nothing to set up for.
     used = [link for link in links if not link[2] and not first_true(DEFER_GUARDS, link[0].mlp)]
     boundary = _boundary(model, used) if used else None
@@ -129,15 +131,15 @@ def link(model: torch.nn.Module, links_of: Callable[[torch.nn.Module], List[Link
     _log_links(links, boundary)
 
 
-def _links(model: torch.nn.Module) -> List[Link]:
-    """Each MoE layer, the communicator after it (or None), and why that cannot take a bundle (empty where it can)."""
+def _links(model: torch.nn.Module, join: Join) -> List[Link]:
+    """Each MoE layer of this pipeline stage with what ``join`` says of it and the layer after it (None after the last)."""
     stage = list(model.layers[model.start_layer : model.end_layer])
-    links = []
-    for layer, following in zip(stage, stage[1:] + [None]):
-        if is_moe(layer.mlp):
-            after = following and following.layer_communicator
-            links.append((layer, after, keeps_because(layer.layer_communicator, after)))
-    return links
+    return [(layer, *join(layer, following)) for layer, following in zip(stage, stage[1:] + [None]) if is_moe(layer.mlp)]
+
+
+def _join(layer: torch.nn.Module, following: Optional[torch.nn.Module]) -> Tuple[Any, str]:
+    after = following and following.layer_communicator
+    return after, keeps_because(layer.layer_communicator, after)
 
 
 def _boundary(model: torch.nn.Module, links: List[Link]) -> Optional[boundaries.Boundary]:
@@ -181,10 +183,11 @@ def _explain_and_run(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_out
     return moe.experts(hidden_states, topk_output, **extra)
 
 
-def _carries(deferral: Deferral, forward_batch: Any, num_tokens: int) -> bool:
+def carries(deferral: Deferral, forward_batch: Any, num_tokens: int) -> bool:
+    """Whether the next layer takes this forward's bundle. By facts that are the same on all ranks; asked before compute."""
     if deferral.keeps_because or deferral.not_now(num_tokens):
         return False
-    # Two-batch overlap slices the hidden states, and scattered input splits them, before prepare_attn.
+    # Two-batch overlap slices the hidden states, and scattered input splits them, before the next layer takes them.
     return not forward_batch.can_run_tbo and not input_is_scattered()
 
 

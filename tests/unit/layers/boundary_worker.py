@@ -426,7 +426,7 @@ def scenario_two_models(model, spec):
 
 def scenario_not_carried(model, spec):
     """A forward of few tokens whose bundle the next layer may not take, as with two-batch overlap."""
-    owner, name = (seams().MoeFinalizeFusion, "can_defer_finalize") if has_layer_boundary() else (seams(), "_carries")
+    owner, name = (seams().MoeFinalizeFusion, "can_defer_finalize") if has_layer_boundary() else (seams(), "carries")
     decide = getattr(owner, name)
     setattr(owner, name, lambda *_: False)
     try:
