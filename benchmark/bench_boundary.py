@@ -41,7 +41,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -62,6 +61,7 @@ import torch.multiprocessing  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from policy_from_results import policy_table  # noqa: E402
+from gpu import copy_bandwidth, driver_version, elapsed_us  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
@@ -127,7 +127,7 @@ def run_rank(rank: int, world_size: int, args: argparse.Namespace) -> None:
         sys.path.insert(0, str(args.peer.resolve()))
     host_group = dist.new_group(backend="gloo")
     report = describe(args, world_size)
-    report["link_gb_per_s"], report["copy_gb_per_s"] = link_bandwidth(), copy_bandwidth()
+    report["link_gb_per_s"], report["copy_gb_per_s"] = link_bandwidth(), copy_bandwidth(gibibytes=1)
     report.update(earlier_results(args))
     done = {(point["hidden"], point["top_k"], point["tokens"]) for point in report["points"]}
     cases = [Case(h, k, t) for h in args.hidden for k in args.top_k for t in args.tokens if (h, k, t) not in done]
@@ -192,14 +192,13 @@ def save(report: dict, args: argparse.Namespace) -> None:
 
 def describe(args: argparse.Namespace, world_size: int) -> dict:
     """What a reader needs to judge or repeat the run."""
-    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": args.command,
         "device": torch.cuda.get_device_name(),
         "arch": "sm{}{}".format(*torch.cuda.get_device_capability()),
         "world_size": world_size,
-        "driver": subprocess.run(driver, capture_output=True, text=True).stdout.split("\n")[0],
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -226,13 +225,6 @@ def link_bandwidth() -> float:
     dist.all_reduce(starting_gun())
     times = [elapsed_us(lambda: received.copy_(sent)) for _ in range(20)]
     return sent.nbytes / statistics.median(times) / 1e3
-
-
-def copy_bandwidth() -> float:
-    """GB/s of a 1 GiB device-to-device copy, bytes read plus bytes written."""
-    source = torch.ones(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / statistics.median([elapsed_us(lambda: target.copy_(source)) for _ in range(20)]) / 1e3
 
 
 def bound_us(case: Case, world_size: int, empty_us: float, report: dict) -> float:
@@ -448,15 +440,6 @@ def timed_replay(captured: Captured) -> float:
 @lru_cache(maxsize=None)
 def starting_gun() -> torch.Tensor:
     return torch.zeros(16 << 20, device="cuda")
-
-
-def elapsed_us(work: Callable) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
 
 
 def median_over_ranks(times: Dict[str, List[float]]) -> Dict[str, float]:

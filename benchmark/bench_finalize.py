@@ -29,10 +29,9 @@ import json
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
-import time
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple
 
@@ -40,6 +39,7 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu import copy_bandwidth, driver_version, elapsed_us, host_us  # noqa: E402
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput  # noqa: E402
 from sglang_overlay.srt.layers.moe.finalize_kernel import finalize_cuda  # noqa: E402
 
@@ -66,10 +66,10 @@ def main() -> None:
     flush = torch.zeros(128 << 20, dtype=torch.float32, device="cuda")
     cases = [Case(h, k, t) for h in args.hidden for k in args.top_k for t in args.tokens]
     report = describe(args)
-    report["copy_gb_per_s"] = copy_bandwidth()
+    report["copy_gb_per_s"] = copy_bandwidth(gibibytes=2)
     report["points"] = [measure(case, kernels, flush, args.rounds, report["copy_gb_per_s"]) for case in cases]
     report["summary"] = summarize(report["points"])
-    report["host_us"] = {name: host_us(run, make_bundle(Case(7168, 8, 4))) for name, run in kernels.items()}
+    report["host_us"] = {name: host_us(partial(run, make_bundle(Case(7168, 8, 4))), calls=500) for name, run in kernels.items()}
     table = render(report)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -110,14 +110,13 @@ def load_peer(folder: Path | None) -> Finalize:
 def describe(args: argparse.Namespace) -> dict:
     """What a reader needs to judge or repeat the run."""
     properties = torch.cuda.get_device_properties(0)
-    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "device": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
-        "driver": subprocess.run(driver, capture_output=True, text=True).stdout.strip(),
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -134,14 +133,6 @@ def sglang_version() -> str:
     except ImportError:
         return "unknown"
     return __version__
-
-
-def copy_bandwidth() -> float:
-    """GB/s of a 2 GiB device-to-device copy, bytes read plus bytes written."""
-    source = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
-    target = torch.empty_like(source)
-    times = [elapsed_us(lambda: target.copy_(source)) for _ in range(20)]
-    return 2 * source.nbytes / statistics.median(times) / 1e3
 
 
 def measure(case: Case, kernels: Dict[str, Finalize], flush: torch.Tensor, rounds: int, copy_gb_per_s: float) -> dict:
@@ -199,27 +190,6 @@ def take_turns(graphs: Dict[str, Captured], before: Callable, rounds: int) -> Di
             before(graphs[name])
             times[name].append(elapsed_us(graphs[name].replay) / CALLS)
     return times
-
-
-def elapsed_us(work: Callable) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def host_us(run: Finalize, output: DeferredMoeOutput, calls: int = 500) -> float:
-    """Microseconds of host time per call outside a CUDA graph."""
-    run(output)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run(output)
-    elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return elapsed / calls * 1e6
 
 
 def summarize(points: List[dict]) -> dict:

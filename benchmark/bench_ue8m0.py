@@ -21,10 +21,8 @@ import json
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Callable, Dict, List
@@ -35,7 +33,8 @@ import triton
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "tests" / "oracles")]
 import fp8_experts  # noqa: E402
-from sglang_rank import start_one_gpu_rank  # noqa: E402
+from gpu import driver_version, elapsed_us, host_us  # noqa: E402
+from sglang_rank import start_one_rank  # noqa: E402
 
 CALLS, QUANTIZER_CALLS = 8, 20
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -46,7 +45,7 @@ def main() -> None:
     args = parse_arguments()
     sys.path.insert(0, str(args.tree.resolve()))
     with tempfile.TemporaryDirectory() as folder:
-        start_one_gpu_rank(Path(folder))
+        start_one_rank(Path(folder))
     report = describe(args)
     report["points"] = []
     for name in args.shapes:
@@ -73,12 +72,11 @@ def describe(args: argparse.Namespace) -> dict:
     """What a reader needs to judge or repeat the run."""
     from sglang.version import __version__
 
-    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_properties(0).name,
-        "driver": subprocess.run(driver, capture_output=True, text=True).stdout.strip(),
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -103,7 +101,7 @@ def measure(experts: fp8_experts.Experts, tokens: int, rounds: int) -> dict:
         "second_capture": statistics.median(times["A2"]) / statistics.median(times["A1"]),
         "quantizers": {name: measure_quantizers(rows, columns, rounds) for name, rows, columns in (
             ("FC1", tokens, experts.shape.hidden), ("FC2", tokens * experts.shape.top_k, experts.shape.intermediate))},
-        "host_us": {kind: host_us(lambda: fp8_experts.run(experts, *inputs[0], scale_ue8m0=choice))
+        "host_us": {kind: host_us(lambda: fp8_experts.run(experts, *inputs[0], scale_ue8m0=choice), calls=100)
                     for kind, choice in (("continuous", False), ("powers", True))},
     }
 
@@ -138,27 +136,6 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         work()
     return graph
-
-
-def elapsed_us(work: Callable) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def host_us(run: Callable, calls: int = 100) -> float:
-    """Microseconds of host time per call outside a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return elapsed / calls * 1e6
 
 
 def write(report: dict, path: Path | None) -> None:

@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu import driver_version  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config, load  # noqa: E402
@@ -269,13 +270,12 @@ def main() -> None:
 
 
 def describe() -> dict:
-    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name(),
         "world_size": torch.cuda.device_count(),
-        "driver": subprocess.run(driver, capture_output=True, text=True).stdout.split("\n")[0],
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": platform.python_version(),

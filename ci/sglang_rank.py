@@ -3,9 +3,14 @@ import json
 import socket
 from pathlib import Path
 
+import torch
 
-def start_one_gpu_rank(folder: Path, hidden: int = 512) -> None:
-    """Publish settings for one GPU and the Triton MoE runner; ``folder`` takes the configuration of a stand-in model."""
+
+def start_one_rank(folder: Path, hidden: int = 512) -> str:
+    """Publish settings for one rank and the Triton MoE runner, on the GPU where there is one, else on the CPU; gives the device.
+
+    ``folder`` takes the configuration of a stand-in model.
+    """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -17,13 +22,16 @@ def start_one_gpu_rank(folder: Path, hidden: int = 512) -> None:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "num_attention_heads": 8,
         "num_hidden_layers": 1, "vocab_size": 128, "intermediate_size": 256, "max_position_embeddings": 128,
     }))
-    args = ServerArgs(model_path=str(folder), device="cuda", dtype="bfloat16", skip_tokenizer_init=True,
-                      moe_runner_backend="triton", attention_backend="triton", sampling_backend="pytorch", grammar_backend="none")
+    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    args = ServerArgs(model_path=str(folder), device=device, dtype="bfloat16", skip_tokenizer_init=True,
+                      moe_runner_backend="triton", attention_backend="triton", sampling_backend="pytorch", grammar_backend="none",
+                      disable_shared_experts_fusion=True)
     publish(args, role="weight_cache_daemon")
     initialize_moe_config()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="nccl", distributed_init_method=f"tcp://127.0.0.1:{port}")
-    initialize_model_parallel()
+    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend=backend, distributed_init_method=f"tcp://127.0.0.1:{port}")
+    initialize_model_parallel(backend=backend)
     initialize_dp_attention(args, ModelConfig(model_path=str(folder), dtype="bfloat16"))
+    return device

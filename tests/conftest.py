@@ -1,5 +1,7 @@
 """What all tests share."""
 import functools
+import importlib.util
+import sys
 
 import pytest
 
@@ -22,6 +24,23 @@ def overlay_tree_of(tmp_path_factory):
 def overlay_tree(overlay_tree_of):
     """The same for the base that most tests are about."""
     return overlay_tree_of(trees.BASE)
+
+
+@pytest.fixture(scope="session")
+def interpret():
+    """``module`` -> a copy of it, its Triton kernels run by Triton's interpreter, on CPU tensors."""
+
+    def interpret(module):
+        name = "{}.interpreted_{}".format(*module.__name__.rsplit(".", 1))
+        spec = importlib.util.spec_from_file_location(name, module.__file__)
+        copy = importlib.util.module_from_spec(spec)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            patch.setitem(sys.modules, name, copy)
+            spec.loader.exec_module(copy)
+        return copy
+
+    return interpret
 
 
 def pytest_collection_modifyitems(items):

@@ -8,20 +8,13 @@ import fp8_moe
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 TOKENS = (1, 2, 7, 16, 64, 192, 512, 1024, 4096)
 SMALL = fp8_experts.Shape(experts=16, intermediate=256, hidden=512, top_k=4)
 # Where fp32 and float64 round FC1's output to different bf16 values, a code of FC2's input may differ by a whole step. Quantisation
 # itself costs about 0.045.
 CODE_FLIPS = 2e-2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    from sglang_rank import start_one_gpu_rank
-
-    start_one_gpu_rank(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=fp8_experts.SHAPES)

@@ -1,7 +1,6 @@
 """What the server run of power-of-two scales rests on: the checkpoint, the recorder of scales, and what is made of them."""
 
 import json
-import sys
 from pathlib import Path
 
 import fp8_moe

@@ -1,21 +1,16 @@
 """The layer boundary in real SGLang layers, on 1 to 4 gloo ranks (cases C4 to C9 and the guards)."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from cpu_serving import trees
+from cpu_serving import trees, workers
 from cpu_serving.checkpoint import Shape, make_checkpoint
-from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
 
 WORKER = Path(__file__).with_name("boundary_worker.py")
-LIMIT_SECONDS = 600
 TOLERANCE = 2e-6
 # One rounding to bf16, in the 2-norm.
 ROUNDING = 1.1 * 2**-9
@@ -91,14 +86,12 @@ def seen(request, checkpoint, overlay_tree_of, tmp_path_factory):
         init_method = f"tcp://127.0.0.1:{free_port()}"
         for spec in ranks:
             spec["init_method"] = init_method
-    (folder / "runs.json").write_text(json.dumps(list(runs.values())))
-    path = os.pathsep.join(map(str, (overlay_tree_of(request.param), *SUPPORT_PATHS, trees.ROOT / "ci", WORKER.parent / "moe")))
-    environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": path, ENABLE: "1"}
-    command = [sys.executable, str(WORKER), str(folder / "runs.json")]
-    subprocess.run(command, env=environment, timeout=LIMIT_SECONDS, check=True)
+    workers.start(
+        WORKER, overlay_tree_of(request.param), list(runs.values()), folder, (WORKER.parent / "moe",), {ENABLE: "1"}
+    )
 
     def get(*key):
-        return [what_it_saw(spec) for spec in runs[key]]
+        return [workers.what_it_saw(spec) for spec in runs[key]]
 
     return get
 
@@ -113,11 +106,6 @@ def spec_of(rank, key, checkpoint, folder):
         "failing_rank": 1 if "fails" in variant else None, "refused": key in REFUSED,
         "checkpoint": str(checkpoint), "out": str(folder / f"{name}.pt"), "log": str(folder / f"{name}.log"),
     }
-
-
-def what_it_saw(spec):
-    assert Path(spec["out"]).exists(), Path(spec["log"]).read_text()[-4000:]
-    return torch.load(spec["out"], weights_only=False)
 
 
 def free_port():

@@ -5,9 +5,7 @@ targets; with ``-m gpu`` it runs on the GPU.
 """
 
 import dataclasses
-import importlib.util
 import re
-import sys
 
 import pytest
 import torch
@@ -24,16 +22,8 @@ GUARD, POISON = 64, -12345.0
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    """The kernel's module with its kernel run by Triton's interpreter, on CPU tensors."""
-    name = f"{finalize_kernel.__package__}.interpreted_finalize_kernel"
-    spec = importlib.util.spec_from_file_location(name, finalize_kernel.__file__)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-    return module
+def interpreted(interpret):
+    return interpret(finalize_kernel)
 
 
 def bundle(tokens, top_k, hidden, *, device="cpu", dtype=torch.float32, weights_dtype=torch.float32, padding=0,

@@ -1,21 +1,14 @@
 """The TRT-LLM producers through SGLang's own call sites, on a CPU with the kernels stood in for (cases C1 to C5)."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from cpu_serving import trees
-from cpu_serving.checkpoint import Shape, model_config
-from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
+from cpu_serving import trees, workers
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput, finalize
 
 HERE = Path(__file__).parent
-LIMIT_SECONDS = 600
 FACTOR = 1.5
 BF16_ROUNDING = 2.0**-8  # half a unit in the last of bf16's 8 significant bits
 LOGITS, ROUTED = ["nvfp4", "fp8"], ["nvfp4_routed", "fp8_routed", "mxfp4"]
@@ -68,22 +61,7 @@ OFF = {
 
 def run_worker(tree, runs, folder):
     """Run the worker on a tree; return ``name -> what the run saw``."""
-    (folder / "config.json").write_text(json.dumps({**model_config(Shape()), "torch_dtype": "bfloat16"}))
-    specs = {
-        name: {**told, "checkpoint": str(folder), "out": str(folder / f"{place}.pt"), "log": str(folder / f"{place}.log")}
-        for place, (name, told) in enumerate(runs.items())
-    }
-    (folder / "runs.json").write_text(json.dumps(list(specs.values())))
-    paths = (tree, *SUPPORT_PATHS, trees.ROOT / "ci", HERE)
-    environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, str(HERE / "trtllm_worker.py"), str(folder / "runs.json")]
-    subprocess.run(command, env=environment, timeout=LIMIT_SECONDS, check=True)
-    return {name: what_it_saw(spec) for name, spec in specs.items()}
-
-
-def what_it_saw(spec):
-    assert Path(spec["out"]).exists(), Path(spec["log"]).read_text()[-4000:]
-    return torch.load(spec["out"], weights_only=False)
+    return workers.run_each(HERE / "trtllm_worker.py", tree, runs, folder, (HERE,))
 
 
 @pytest.fixture(scope="module")

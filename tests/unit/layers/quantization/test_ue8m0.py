@@ -4,10 +4,8 @@ On a CPU the kernel runs in Triton's interpreter, whose E4M3 cast is wrong, so i
 the GPU (``-m gpu``); the torch version's codes are compared here.
 """
 
-import importlib.util
 import math
 import re
-import sys
 
 import fp8_moe
 import pytest
@@ -26,16 +24,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    """The kernel's module with its kernel run by Triton's interpreter, on CPU tensors."""
-    name = f"{ue8m0_kernel.__package__}.interpreted_ue8m0_kernel"
-    spec = importlib.util.spec_from_file_location(name, ue8m0_kernel.__file__)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-    return module
+def interpreted(interpret):
+    return interpret(ue8m0_kernel)
 
 
 def run_guarded(module, x, group, patch):

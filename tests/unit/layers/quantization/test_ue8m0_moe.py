@@ -1,21 +1,14 @@
 """Power-of-two activation scales in SGLang's own MoE code, patched and stock, on a CPU: who gets them, and who does not."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import fp8_moe
 import pytest
 import torch
 
-from cpu_serving import trees
-from cpu_serving.checkpoint import Shape, model_config
-from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
+from cpu_serving import trees, workers
 
 HERE = Path(__file__).parent
-LIMIT_SECONDS = 600
 PATHS = ["fused", "inplace", "core", "lora", "uncombined"]
 STOCK_PATHS = ["fused", "inplace", "core", "lora"]
 GATE_UP_DELTA, DOWN_DELTA = 0.25, 0.125
@@ -66,22 +59,7 @@ STOCK = {
 
 def run_worker(tree, runs, folder):
     """Run the worker on a tree; return ``name -> what the run saw``."""
-    (folder / "config.json").write_text(json.dumps({**model_config(Shape()), "torch_dtype": "bfloat16"}))
-    specs = {
-        name: {**told, "checkpoint": str(folder), "out": str(folder / f"{place}.pt"), "log": str(folder / f"{place}.log")}
-        for place, (name, told) in enumerate(runs.items())
-    }
-    (folder / "runs.json").write_text(json.dumps(list(specs.values())))
-    paths = (tree, *SUPPORT_PATHS, trees.ROOT / "ci", trees.ROOT / "tests" / "oracles", HERE)
-    environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, str(HERE / "ue8m0_worker.py"), str(folder / "runs.json")]
-    subprocess.run(command, env=environment, timeout=LIMIT_SECONDS, check=True)
-    return {name: what_it_saw(spec) for name, spec in specs.items()}
-
-
-def what_it_saw(spec):
-    assert Path(spec["out"]).exists(), Path(spec["log"]).read_text()[-4000:]
-    return torch.load(spec["out"], weights_only=False)
+    return workers.run_each(HERE / "ue8m0_worker.py", tree, runs, folder, (trees.ROOT / "tests" / "oracles", HERE))
 
 
 @pytest.fixture(scope="module", params=trees.BASES)

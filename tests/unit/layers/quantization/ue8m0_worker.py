@@ -24,31 +24,16 @@ GATE_UP_DELTA, DOWN_DELTA = 0.25, 0.125  # what the stand-in for LoRA adds
 def main(runs: list) -> None:
     torch.set_num_threads(1)
     import_sglang()
-    for spec in runs:
-        os.waitpid(forked.start(run_with_flag, spec), 0)
+    forked.fork_each(run_with_flag, runs)
 
 
 def import_sglang() -> None:
-    let_custom_ops_run_on_a_cpu()
+    forked.let_custom_ops_run_on_a_cpu(lambda op_name: op_name.endswith("place_fused_experts"))
     import sglang.srt.layers.moe.fused_moe_triton.layer
     import sglang.srt.layers.quantization.fp8
     import sglang.srt.lora.layers
     import sglang.srt.models.deepseek_v2
     import sglang.srt.server_args  # noqa: F401
-
-
-def let_custom_ops_run_on_a_cpu() -> None:
-    """SGLang registers its custom ops for CUDA alone; these do nothing that is CUDA's."""
-    from sglang.srt.utils import common
-
-    register = common.direct_register_custom_op
-
-    def register_for_both(op_name, op_func, **kwargs):
-        register(op_name=op_name, op_func=op_func, **kwargs)
-        if op_name.endswith("place_fused_experts"):
-            common.sglang_lib.impl(op_name, op_func, "CPU")
-
-    common.direct_register_custom_op = register_for_both
 
 
 def run_with_flag(spec: dict) -> None:

@@ -1,0 +1,44 @@
+"""What the benchmarks measure with, and say about the machine."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from typing import Callable
+
+import torch
+
+
+def driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+
+
+def elapsed_us(work: Callable[[], object]) -> float:
+    """Microseconds of the GPU for ``work()``, between two events on the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def host_us(run: Callable[[], object], calls: int) -> float:
+    """Microseconds of host time per call outside a CUDA graph."""
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed / calls * 1e6
+
+
+def copy_bandwidth(gibibytes: int) -> float:
+    """GB/s of a device-to-device copy, bytes read plus bytes written; the median of 20."""
+    source = torch.ones(gibibytes << 28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / statistics.median([elapsed_us(lambda: target.copy_(source)) for _ in range(20)]) / 1e3
