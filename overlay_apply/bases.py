@@ -6,14 +6,15 @@ import ast
 import os
 import re
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Callable, Iterable, Optional
+from typing import Callable, Iterable, Mapping, Optional
 
 from packaging.version import InvalidVersion, Version
 
 from .errors import PatchFault, Unsupported, UsageFault
 from .fs import read_file, sha256
+from .needs import FeatureNeeds, parse_feature
 from .patches import load_yaml
 from .target import Target
 
@@ -45,14 +46,17 @@ class Base:
     release: Release
     files: dict
     """SHA-256 (with LF line ends) of each file its patches edit, by path below the package."""
+    pins: Mapping[str, str] = field(default_factory=dict)
+    """The versions that the release itself asks for of the packages that matter here."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All bases, oldest first, and the releases `check` compares with."""
+    """All bases, oldest first, the releases `check` compares with, and what each feature needs."""
 
     bases: tuple
     neighbours: tuple
+    features: Mapping[str, FeatureNeeds] = field(default_factory=dict)
 
     def base(self, name: Optional[str]) -> Base:
         """Return a base by name, or the newest. Raises UsageFault naming the known ones."""
@@ -91,6 +95,7 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         bases = [_base(name, row) for name, row in data["bases"].items()]
         neighbours = [_release(name, row) for name, row in (data.get("neighbours") or {}).items()]
+        features = {name: parse_feature(row) for name, row in (data.get("features") or {}).items()}
         bases.sort(key=lambda base: Version(base.version))
         if not bases:
             raise ValueError("no bases")
@@ -100,7 +105,7 @@ def load_manifest(folder: Path) -> Manifest:
             file=str(path),
             remedy="correct it (patches/README.md shows the form)",
         ) from None
-    return Manifest(tuple(bases), tuple(neighbours))
+    return Manifest(tuple(bases), tuple(neighbours), features)
 
 
 def _base(name: str, row: dict) -> Base:
@@ -108,7 +113,7 @@ def _base(name: str, row: dict) -> Base:
     for file, digest in files.items():
         if not _SHA256.fullmatch(str(digest)):
             raise ValueError(f"{file}: not a SHA-256: {digest}")
-    return Base(name, version, _release(version, row["release"]), files)
+    return Base(name, version, _release(version, row["release"]), files, row.get("pins") or {})
 
 
 def _release(version: object, row: dict) -> Release:

@@ -7,7 +7,7 @@ from .commands import Request
 from .errors import OverlayError, PatchFault
 from .fetch import fetch_wheel, wheel_reader
 from .patches import features_of, load_patches, load_series
-from .plan import fit
+from .plan import UPSTREAM, fit
 from .situation import look
 from .target import locate
 
@@ -58,11 +58,11 @@ def _try(reader: Reader, patches: list, base: Base, name: str, strict: bool = Tr
         for file in splices:
             sources[file].render(splices[file])
     rows = [{"base": base.name, "release": name, **edit.to_dict()} for edit in edits]
-    retired = [outcome["id"] for outcome in outcomes if outcome["outcome"] == "upstream has it"]
+    retired = [outcome["id"] for outcome in outcomes if outcome["outcome"] == UPSTREAM]
     for patch in (patch for patch in patches if patch.id in retired):
         for edit in patch.edits:
             row = {"base": base.name, "release": name, "patch": patch.id, "edit": edit.name}
-            row.update(file=edit.where.file, expected=edit.matches, found="upstream has it", fits=False)
+            row.update(file=edit.where.file, expected=edit.matches, found=UPSTREAM, fits=False)
             rows.append(row)
     return rows
 

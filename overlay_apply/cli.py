@@ -59,10 +59,13 @@ def status(
     context: typer.Context,
     target: Optional[Path] = _TARGET,
     base: Optional[str] = _BASE,
+    python: Optional[Path] = typer.Option(
+        None, "--python", help="The interpreter SGLang is run with. Left out: that of the TARGET's environment, else this one."
+    ),
     json: bool = _JSON,
 ) -> int:
-    """Say which base a tree is, what is applied, and what was changed since."""
-    return _show(commands.status(_request(context, target, base)), report.show_status, json)
+    """Say which base a tree is, what is in it, and for each feature whether it is active here, or what it lacks."""
+    return _show(commands.status(_request(context, target, base), python), report.show_status, json)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Optional
 
 from . import __version__, diff
 from .bases import Base, Evidence, Manifest, load_manifest
+from .environment import Environment, environment_of
 from .errors import Unsupported, UsageFault
 from .flags import read_flags
 from .fs import Fs
@@ -26,6 +27,7 @@ from .situation import (
     edited_fault,
     look,
 )
+from .standing import packages, standings
 from .state import BYTECODE, Change, FileChange, Receipt, Store, locked
 from .target import Target, locate
 from .transaction import commit, edited_since, recover
@@ -79,10 +81,10 @@ def apply(request: Request, dry_run: bool = False) -> dict:
     }
 
 
-def status(request: Request) -> dict:
-    """Say what is at a tree.
+def status(request: Request, python: Optional[Path] = None) -> dict:
+    """Say what is at a tree, and what of each feature's needs its environment (or that of `python`) has.
 
-    Raises Unsupported if it is no SGLang tree, Interfered if its receipt is damaged.
+    Raises Unsupported if it is no SGLang tree, Interfered if its receipt is damaged, UsageFault if `python` cannot be run.
     """
     manifest = load_manifest(request.project.patches)
     target = _target(request, manifest, fetching=False)
@@ -95,13 +97,18 @@ def status(request: Request) -> dict:
         state = UNSUPPORTED if state == CLEAN else state
         facts.update(base=None, evidence=fault.found, features={"in": [], "out": []}, error=fault.as_dict())
     exit_code = {CLEAN: 0, APPLIED: 0, NO_RECEIPT: 0, UNSUPPORTED: 3}.get(state, 5)
+    flags = read_flags(request.project.overlay)
+    base = base_by_name(manifest, facts["base"]) if facts["base"] else None
+    environment = environment_of(target, python)
     return {
         **facts,
+        **_machine(manifest, base, environment),
+        "standings": standings(situation, request.project, manifest, base, environment, flags) if base else [],
         "ok": exit_code == 0,
         "exit_code": exit_code,
         "state": state,
         "changed": situation.changed(),
-        "flags": read_flags(request.project.overlay),
+        "flags": flags,
         "notes": _notes(situation, state),
     }
 
@@ -318,6 +325,14 @@ def _known_base(situation: Situation, manifest: Manifest, request: Request) -> d
         "evidence": evidence.to_dict(),
         "features": {"in": [], "out": features_of(patches)},
         "patches": [],
+    }
+
+
+def _machine(manifest: Manifest, base: Optional[Base], environment: Environment) -> dict:
+    """Return the environment's versions and GPUs, for status."""
+    return {
+        "environment": {"source": environment.source, "packages": packages(manifest, base, environment)},
+        "gpu": environment.gpu.to_dict(),
     }
 
 

@@ -6,9 +6,9 @@ from .bases import Base, Reader, load_manifest
 from .commands import Request
 from .fetch import fetch_wheel, wheel_reader
 from .patches import Patch, load_patches, load_series
-from .plan import fit
+from .plan import UPSTREAM, fit
 
-OURS, UPSTREAM, NOT_HERE = "ours", "upstream has it", "not here"
+OURS, NOT_HERE = "ours", "not here"
 
 
 def features(request: Request) -> dict:

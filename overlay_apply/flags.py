@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Optional
 
 from . import OVERLAY_NAME
 
@@ -13,7 +14,7 @@ TABLE = "srt/environ.py"
 
 
 def read_flags(overlay: Path) -> list:
-    """Return one {name, feature, default, values, help, set_to} for each flag; none without a table.
+    """Return one {name, feature, default, values, help, set_to, refused} for each flag; none without a table.
 
     The file is loaded by its path: importing the package would pull in what status does not need.
     """
@@ -28,9 +29,21 @@ def read_flags(overlay: Path) -> list:
         spec.loader.exec_module(module)
     finally:
         del sys.modules[name]
-    return [_row(flag) for flag in getattr(module, "FLAGS", ())]
+    return [_row(flag, module) for flag in getattr(module, "FLAGS", ())]
 
 
-def _row(flag) -> dict:
+def _row(flag, module) -> dict:
     fields = {field: getattr(flag, field, None) for field in ("name", "feature", "default", "values", "help")}
-    return {**fields, "set_to": os.environ.get(fields["name"] or "")}
+    set_to = os.environ.get(fields["name"] or "")
+    return {**fields, "set_to": set_to, "refused": _refused(module, fields["name"], set_to)}
+
+
+def _refused(module, name: str, set_to: Optional[str]) -> Optional[str]:
+    """Return why the overlay does not take a flag's value, in its own words; None where it does."""
+    if set_to is None or not hasattr(module, "parse"):
+        return None
+    try:
+        module.parse({name: set_to})
+    except module.FlagError as fault:
+        return str(fault)
+    return None

@@ -16,6 +16,7 @@ from .state import BYTECODE, OVERLAY, PATCHED, TEST, FileChange
 from .target import REGISTERED, Target
 
 NEW_FILE_MODE = 0o644
+UPSTREAM = "upstream has it"
 
 _LEFT_OUT = {"__pycache__", "tests"}
 _UNCHECKED_PYC = 0b01  # PEP 552: named by a source hash, and never compared with the source
@@ -105,11 +106,23 @@ def _outcome(patch: Patch, features: list, source: Callable) -> str:
     """Say what becomes of a patch: applied, "not chosen", or "upstream has it"."""
     if patch.feature not in features:
         return "not chosen"
+    return UPSTREAM if _probe_finds(patch, source) else "applied"
+
+
+def is_retired(patch: Patch, read: Callable[[str], Optional[bytes]]) -> bool:
+    """Tell whether a patch's own probe finds, in original files, what the patch is for."""
+
+    def source(file: str) -> Optional[Source]:
+        data = read(file)
+        return None if data is None else Source(data, file)
+
+    return _probe_finds(patch, source)
+
+
+def _probe_finds(patch: Patch, source: Callable[[str], Optional[Source]]) -> bool:
     probe = patch.retire_when
     file = source(probe.file) if probe else None
-    if file is not None and file.find(probe, f"{patch.id}#retire_when"):
-        return "upstream has it"
-    return "applied"
+    return file is not None and bool(file.find(probe, f"{patch.id}#retire_when"))
 
 
 def _report(edit: Edit, nodes: Optional[list]) -> EditReport:

@@ -51,12 +51,47 @@ def show_status(result: dict) -> None:
     _pairs([("base", _base(result)), *_feature_pairs(result)])
     if result["changed"]:
         _table(("file", "now"), (tuple(entry.values()) for entry in result["changed"]))
+    _standings(result["standings"])
     if result["flags"]:
         _table(("flag", "set to", "default", "values"), map(_flag_row, result["flags"]))
+    _machine(result)
     if "error" in result:
         _error_lines(result["error"])
     for note in result["notes"]:
         print(f"note: {note}")
+
+
+def _standings(standings: list) -> None:
+    """One line for each feature, and one for each part of it."""
+    if not standings:
+        return
+    _table(("feature", "is", "why"), ((each["feature"], each["state"], each["why"]) for each in standings))
+    parts = [(each["feature"], part) for each in standings for part in each["parts"]]
+    if parts:
+        _table(("part of", "which", "here"), ((name, part["part"], _part_state(part)) for name, part in parts))
+
+
+def _part_state(part: dict) -> str:
+    return "; ".join(part["missing"]) or "can run"
+
+
+def _machine(result: dict) -> None:
+    """The environment's versions against what is asked of them, and the GPUs."""
+    gpu, environment = result["gpu"], result["environment"]
+    if gpu["count"]:
+        link = f", linked by {gpu['link']}" if gpu["link"] else ""
+        about = f"{gpu['count']} x {_words(gpu['names'])}, compute capability {gpu['arch']}, driver {gpu['driver']}{link}"
+    else:
+        about = f"none ({gpu['absent']})"
+    _pairs([("environment", environment["source"]), ("NVIDIA GPUs", about)])
+    if environment["packages"]:
+        columns = ("package", "installed", "this SGLang pins", "features need")
+        _table(columns, map(_package_row, environment["packages"]))
+
+
+def _package_row(row: dict) -> tuple:
+    needed = (f"{name} {' or '.join(ranges)}" for name, ranges in row["needed"].items())
+    return row["package"], row["found"] or "-", row["pinned"] or "-", "; ".join(needed) or "-"
 
 
 def show_revert(result: dict) -> None:

@@ -362,7 +362,7 @@ def test_flags_are_shown_with_what_they_are_set_to(run, package, monkeypatch):
     monkeypatch.setenv("SGLANG_OVERLAY_TEST_FLAG", "1")
     flags = run("status", "--json", package).data["flags"]
     row = {"name": "SGLANG_OVERLAY_TEST_FLAG", "feature": "alpha", "default": "auto", "values": "0, 1"}
-    assert flags == [{**row, "help": "A flag.", "set_to": "1"}]
+    assert flags == [{**row, "help": "A flag.", "set_to": "1", "refused": None}]
     told = run("status", package).out
     assert "SGLANG_OVERLAY_TEST_FLAG" in told
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import zipfile
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from conftest import REPOSITORY, commit_all, git, perform, snapshot, without_state
 from overlay_apply import cli
@@ -54,6 +57,16 @@ def repository(base, wheel, tmp_path):
 def test_every_patch_fits_the_release(base, capfd):
     code = cli.run(["check", "--base", base.name, "--json"], REAL)
     assert code == 0, capfd.readouterr().out
+
+
+@each_base
+def test_pins_are_the_releases_own(base, wheel):
+    """The manifest's `pins`, which status compares with, are what the release's metadata asks for."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"sglang-{base.version}.dist-info/METADATA").decode().split("\n\n", 1)[0]
+    asked = [Requirement(value) for value in re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)]
+    found = {canonicalize_name(each.name): str(each.specifier) for each in asked if each.marker is None}
+    assert base.pins and dict(base.pins) == {name: found[name] for name in base.pins}
 
 
 @each_base
