@@ -126,6 +126,11 @@ class Server:
         """The overlay's counters on the first scheduler, or None where there is no overlay."""
         return self.server_info()["internal_states"][0].get("moe_finalize")
 
+    def metrics(self) -> str:
+        """What /metrics says, in Prometheus' text form; needs --enable-metrics."""
+        with _open(urllib.request.Request(f"{self._url}/metrics"), REQUEST_LIMIT) as reply:
+            return reply.read().decode()
+
     def is_healthy(self) -> bool:
         """Whether the server takes requests."""
         try:

@@ -43,6 +43,7 @@ class Way:
     tree: str
     flags: tuple[tuple[str, str], ...] = ()
     capture_layers: tuple[int, ...] = ()
+    metrics: bool = False
 
     def __str__(self):
         return self.name
@@ -55,7 +56,7 @@ OFF_UNSET = Way("overlay-unset", "overlay")
 # The layers that take a bundle hand out, as for Eagle3, the residual they make of it.
 ON_AUTO = Way("overlay-1-auto", "overlay", ((ENABLE, "1"),), capture_layers=TAKING_LAYERS)
 # The longest prompt and the batch of all prompts have more tokens than this, so that both sides of the limit are seen.
-ON_EAGER = Way("overlay-1-eager", "overlay", ((ENABLE, "1"), (FUSION, "eager"), (MAX_TOKENS, "32")))
+ON_EAGER = Way("overlay-1-eager", "overlay", ((ENABLE, "1"), (FUSION, "eager"), (MAX_TOKENS, "32")), metrics=True)
 
 STOCK = (STOCK_0, STOCK_UNSET)
 OFF = (OFF_0, OFF_UNSET)
@@ -64,4 +65,5 @@ ON = (ON_EAGER, ON_AUTO)
 
 def configuration_of(way: Way, tree, model, tp: int) -> Configuration:
     """The server configuration of a way of serving."""
-    return Configuration(tree, model, tp, dict(way.flags), capture_layers=way.capture_layers)
+    arguments = ["--enable-metrics"] if way.metrics else []
+    return Configuration(tree, model, tp, dict(way.flags), arguments, capture_layers=way.capture_layers)

@@ -56,7 +56,7 @@ def observed(model, tree_of):
         if (place, way) not in seen:
             configuration = configuration_of(way, tree_of(place.base, way.tree), model, place.tp)
             with serve(configuration, trees.LOGS / f"{place}-{way.name}.log") as server:
-                seen[place, way] = observe(server, captures=bool(way.capture_layers))
+                seen[place, way] = observe(server, captures=bool(way.capture_layers), metrics=way.metrics)
         return seen[place, way]
 
     return get

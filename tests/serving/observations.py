@@ -2,6 +2,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from configurations import CARRYING_LAYERS, MOE_LAYERS, NEW_TOKENS, PROMPTS
 from cpu_serving.server import Generation, Server
 
@@ -12,7 +14,8 @@ TOO_MANY_TOKENS = "more tokens than SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS"
 class Observation:
     """One server's answers: each prompt alone, all as one batch, and the first alone once more; counters around them.
 
-    ``captured`` holds the hidden states of one more answer to the last prompt, where the way of serving captures any.
+    ``captured`` holds the hidden states of one more answer to the last prompt, where the way of serving captures any;
+    ``metrics`` what /metrics says after the prompts, where the server has it; ``log`` the server's log.
     """
 
     alone: list[Generation]
@@ -21,6 +24,8 @@ class Observation:
     counters_before: dict | None
     counters_after: dict | None
     captured: list[list[float]]
+    metrics: str
+    log: str
 
     def counted(self, name: str) -> dict:
         """How much one group of counters grew while the prompts were served, without what did not grow."""
@@ -29,15 +34,27 @@ class Observation:
         return {key: count for key, count in growth.items() if count}
 
 
-def observe(server: Server, captures: bool) -> Observation:
+def observe(server: Server, captures: bool, metrics: bool) -> Observation:
     """Serve the prompts."""
     before = server.moe_finalize()
     alone = [server.generate(prompt, NEW_TOKENS) for prompt in PROMPTS]
     batch = server.generate_batch(PROMPTS, NEW_TOKENS)
     again = server.generate(PROMPTS[0], NEW_TOKENS)
     after = server.moe_finalize()
+    counted = server.metrics() if metrics else ""
     captured = server.captured_states(PROMPTS[-1], NEW_TOKENS) if captures else []
-    return Observation(alone, batch, again, before, after, captured)
+    return Observation(alone, batch, again, before, after, captured, counted, server.log.read_text(errors="replace"))
+
+
+def series(metrics: str, name: str, *labels: str) -> dict:
+    """The values of one counter in Prometheus' text form, by the values of some of its labels (or one of them)."""
+    found: Counter = Counter()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == f"{name}_total":
+                key = tuple(sample.labels[label] for label in labels)
+                found[key[0] if len(key) == 1 else key] += int(sample.value)
+    return dict(found)
 
 
 def forward_sizes() -> list[int]:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from configurations import (
-    DEFAULT_MAX_TOKENS, ENABLE, MAX_TOKENS, MOE_LAYERS, OFF, OFF_0, OFF_UNSET, ON, ON_AUTO, PLACES, PROMPTS, STOCK,
-    STOCK_0, STOCK_UNSET, TAKING_LAYERS,
+    CARRYING_LAYERS, DEFAULT_MAX_TOKENS, ENABLE, MAX_TOKENS, MOE_LAYERS, OFF, OFF_0, OFF_UNSET, ON, ON_AUTO, ON_EAGER, PLACES,
+    PROMPTS, STOCK, STOCK_0, STOCK_UNSET, TAKING_LAYERS,
 )
-from observations import expected_counts
+from observations import expected_counts, series
 
 LOGPROB_TOLERANCE = 1e-4
 HIDDEN_TOLERANCE = 1e-4  # relative to the largest value of a row
@@ -82,6 +82,39 @@ def test_switched_on_every_moe_layer_defers(place, way, observed):
     assert seen.counters_after["max_tokens"] == max_tokens
     assert seen.counters_after["layers"] == dict.fromkeys(MOE_LAYERS, "deferrable")
     assert {name: seen.counted(name) for name in COUNTERS} == expected_counts(max_tokens)
+
+
+@each_place
+def test_metrics_say_what_the_counters_say(place, observed):
+    """Once, not once per rank; by way and bucket, and by reason."""
+    seen = observed(place, ON_EAGER)
+    counters = seen.counters_after
+    by_tokens = {(way, bucket): count for way, counts in counters["ways_by_tokens"].items() for bucket, count in counts.items()}
+    assert series(seen.metrics, "sglang:moe_finalize_finalized", "way", "up_to_tokens") == by_tokens
+    assert series(seen.metrics, "sglang:moe_finalize_not_deferred", "reason") == counters["not_deferred"]
+    assert series(seen.metrics, "sglang:moe_finalize_deferred", "tp_rank") == {"0": sum(counters["deferred"].values())}
+    assert {bucket for _, bucket in by_tokens} == {"1", "4", "8", "16"}
+
+
+START_LINES = {
+    OFF_0: f"not active: {ENABLE}=0",
+    OFF_UNSET: "not active: off (auto): not measured faster than stock here",
+    ON_AUTO: f"handed to the next layer, taken by eager up to {DEFAULT_MAX_TOKENS} tokens",
+    ON_EAGER: f"active in {len(MOE_LAYERS)} of {len(MOE_LAYERS)} MoE layers ({ENABLE}=1, up to 32 tokens): {len(CARRYING_LAYERS)} handed",
+}
+
+
+@each_place
+@each(*STOCK, *OFF, *ON)
+def test_at_the_start_each_feature_has_one_line(place, way, observed):
+    """On one rank; none with the stock release."""
+    lines = [line for line in observed(place, way).log.splitlines() if "MoE overlay" in line]
+    if way in STOCK:
+        assert lines == []
+        return
+    deferral, ue8m0 = lines
+    assert "MoE overlay, deferred-finalize: " in deferral and START_LINES[way] in deferral
+    assert "MoE overlay, ue8m0-triton-moe: not active (SGLANG_MOE_TRITON_UE8M0=auto): its experts are not block-quantised FP8" in ue8m0
 
 
 @each_place

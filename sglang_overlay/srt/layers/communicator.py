@@ -55,7 +55,7 @@ def take_over(
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
     way = way_for(boundary, layernorm, output, residual)
-    COUNTERS.ways[way] += 1
+    COUNTERS.count_way(way, output.num_tokens)
     return WAYS[way](boundary, layernorm, output, residual)
 
 

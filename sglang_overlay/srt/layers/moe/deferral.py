@@ -58,7 +58,7 @@ class Deferral:
     @classmethod
     def of(cls, moe: torch.nn.Module) -> "Deferral":
         """Check a layer's configuration against the table and the guards; logged and counted once per layer."""
-        row, reason = _row_or_reason(moe)
+        row, reason = row_or_reason(moe)
         producer = row.make_producer(moe.experts) if row else None
         COUNTERS.layers[moe.layer_id] = reason or "deferrable"
         keeps_because = moe.__dict__.get("moe_keeps_because", "no next layer was linked")
@@ -118,10 +118,10 @@ def run_experts(moe: torch.nn.Module, hidden_states: torch.Tensor, topk_output: 
     deferral = deferral_of(moe)
     reason = deferral.stays_stock(hidden_states.shape[0]) or _unfit_routing(deferral.row, topk_output)
     if reason:
-        COUNTERS.not_deferred[reason] += 1
+        COUNTERS.count_not_deferred(reason)
         extra = {} if pre_quant_input is None else {"pre_quant_input": pre_quant_input}
         return moe.experts(hidden_states, topk_output, **extra)
-    COUNTERS.deferred[moe.layer_id] += 1
+    COUNTERS.count_deferred(moe.layer_id)
     return deferral.producer(hidden_states, topk_output, pre_quant_input)
 
 
@@ -133,7 +133,7 @@ def finish_or_carry(
     if deferral_of(moe).take_decision():
         COUNTERS.carried[moe.layer_id] += 1
         return output
-    COUNTERS.ways["in_layer"] += 1
+    COUNTERS.count_way("in_layer", output.num_tokens)
     return finalize(output)
 
 
@@ -147,7 +147,7 @@ def explain(moe: torch.nn.Module, topk_output: Any) -> None:
     moe.moe_is_explained = True
     log_once(OFF_UNDER_AUTO)
     try:
-        row, reason = _row_or_reason(moe)
+        row, reason = row_or_reason(moe)
         reason = reason or row.unfit_routing(topk_output)
     except Exception as error:
         # A server that is to run as stock must not stop over an explanation.
@@ -168,7 +168,7 @@ def log_once(what: str) -> None:
     log_info_on_rank0(logger, f"MoE deferred finalize: {what}")
 
 
-def _row_or_reason(moe: torch.nn.Module) -> Tuple[Optional[Row], str]:
+def row_or_reason(moe: torch.nn.Module) -> Tuple[Optional[Row], str]:
     """A layer's row of the table, or None and why it never defers."""
     reason = first_true(DEFER_GUARDS, moe)
     return (None, reason) if reason else find_row(moe.experts, device())

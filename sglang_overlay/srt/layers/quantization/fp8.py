@@ -7,6 +7,7 @@ an argument (``docs/ue8m0.md``).
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -51,8 +52,25 @@ def check_scale_ue8m0(experts: Any) -> None:
         _log_once(experts.quant_method.scale_ue8m0, choice)
 
 
+def why_not_ue8m0(method: Any) -> str:
+    """Why a layer's activation scales are not powers of two; empty where they are."""
+    choice = settings().triton_ue8m0
+    if not _is_in_the_tree():
+        return "the feature was left out of this tree"
+    if choice == "off":
+        return f"{TRITON_UE8M0.name}=off"
+    undeclared = choice == "auto" and not _declares(method)
+    return _unfit(method) or (f"the checkpoint does not declare scale_fmt: {DECLARED}" if undeclared else "")
+
+
+def _is_in_the_tree() -> bool:
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+    return any(field.name == "scale_ue8m0" for field in fields(TritonMoeQuantInfo))
+
+
 def _declares(method: Any) -> bool:
-    return getattr(method.quant_config, "scale_fmt", None) == DECLARED
+    return getattr(getattr(method, "quant_config", None), "scale_fmt", None) == DECLARED
 
 
 def _unfit(method: Any) -> str:
