@@ -1,82 +1,118 @@
-"""Do the patches still fit the pinned releases, and which would fit the releases around them?"""
+"""Do the patches still fit the pinned releases, or an arbitrary tree, and which would fit the releases around the bases?"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import List, Optional
+
 from .bases import Base, Manifest, Reader, digest_lf, load_manifest
 from .commands import Request
-from .errors import OverlayError, PatchFault
+from .errors import OverlayError, PatchFault, Unsupported
 from .fetch import fetch_wheel, wheel_reader
+from .nearest import Tree, nearest
 from .patches import features_of, load_patches, load_series
 from .plan import UPSTREAM, fit
-from .situation import look
-from .target import locate
+from .situation import Situation, look
+from .target import Target, locate
+
+FITS, DRIFTED = "fits", "drifted"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one base's patches are tried on. `tree` is there where candidates are looked for."""
+
+    base: Base
+    name: str
+    read: Reader
+    tree: Optional[Tree] = None
 
 
 def check(request: Request, neighbours: bool = False) -> dict:
-    """Try every edit on each base's pinned release, or on a given tree only.
+    """Try every edit on each base's pinned release; or on a given tree, of whatever version, and say where drifted ones may belong.
 
-    The result has exit code 4 if anything does not fit. Releases around the bases are only reported.
-    Raises Refused if a release cannot be fetched, Unsupported for a tree that no patch set is for.
+    The result has exit code 4 if anything does not fit; a tree that is no base's is held against the base that fits it best.
+    Releases around the bases are only reported. Raises Refused if a release cannot be fetched, Unsupported for no SGLang tree.
     """
     manifest = load_manifest(request.project.patches)
+    if request.path is not None:
+        return _check_tree(request, manifest)
     rows, problems = [], []
-    for base, name, reader in _places(request, manifest):
+    chosen = [manifest.base(request.base)] if request.base else manifest.bases
+    for base in chosen:
+        place = Place(base, base.version, wheel_reader(fetch_wheel(request.project, base.release)))
         patches = load_patches(request.project.patches, base.name)
-        pinned = request.path is None
         try:
-            rows += _try(reader, patches, base, name)
-            problems += _problems(rows, base, name, reader, patches, pinned)
+            tried = _try(place, patches)
+            rows += tried
+            problems += [_misfit(row) for row in tried if not row["fits"]] + _wrong_pins(place, patches)
         except OverlayError as fault:
             problems.append(fault.as_dict())
-    if request.path is None:
-        problems += _unused(request, manifest)
+    problems += _unused(request, manifest)
     if neighbours:
         rows += _neighbours(request, manifest)
+    return _result(rows, problems)
+
+
+def _check_tree(request: Request, manifest: Manifest) -> dict:
+    target = locate(request.path)
+    situation = look(target, request.project, manifest)
+    bases, evidence = _bases_for(situation, manifest, request.try_base)
+    tree = Tree(situation.read_original, _python_files(target))
+    places = [Place(base, str(target.root), situation.read_original, tree) for base in bases]
+    tried = {place.base.name: _try(place, load_patches(request.project.patches, place.base.name)) for place in places}
+    # An edit that upstream has made idle counts against a base too: what is left of its patches was written to go with it.
+    best = min(reversed(bases), key=lambda base: sum(not row["fits"] for row in tried[base.name]))
+    problems = [_misfit(row) for row in tried[best.name] if row["outcome"] == DRIFTED]
+    rows = [row for base in bases for row in tried[base.name]]
+    return {**_result(rows, problems), "evidence": evidence, "best": best.name}
+
+
+def _bases_for(situation: Situation, manifest: Manifest, try_base: Optional[str]) -> tuple:
+    """Return (bases, evidence): the tree's own base or the one asked for; all of them for a tree of another version."""
+    try:
+        base, evidence = situation.base(manifest, try_base)
+    except Unsupported as fault:
+        return list(manifest.bases), fault.found
+    return [base], evidence.to_dict()
+
+
+def _python_files(target: Target) -> List[str]:
+    paths = (path.relative_to(target.package).as_posix() for path in target.package.rglob("*.py"))
+    return sorted(path for path in paths if not path.startswith(f"{target.overlay.name}/"))
+
+
+def _result(rows: list, problems: list) -> dict:
     result = {"ok": not problems, "exit_code": 4 if problems else 0, "command": "check"}
     if problems:
         result["error"] = problems[0]
     return {**result, "edits": rows, "problems": problems}
 
 
-def _places(request: Request, manifest: Manifest):
-    """Yield (base, what it is tried on, reader of its original files)."""
-    if request.path is not None:
-        target = locate(request.path)
-        situation = look(target, request.project, manifest)
-        base, _ = situation.base(manifest, request.try_base)
-        yield base, str(target.root), situation.read_original
-        return
-    chosen = [manifest.base(request.base)] if request.base else manifest.bases
-    for base in chosen:
-        yield base, base.version, wheel_reader(fetch_wheel(request.project, base.release))
-
-
-def _try(reader: Reader, patches: list, base: Base, name: str, strict: bool = True) -> list:
+def _try(place: Place, patches: list, strict: bool = True) -> list:
     """Return one row for each edit. With `strict` the results are compiled too (PatchFault)."""
-    sources, splices, edits, outcomes = fit(reader, patches, features_of(patches))
-    if strict and all(edit.fits for edit in edits):
+    sources, splices, reports, outcomes = fit(place.read, patches, features_of(patches))
+    if strict and all(report.fits for report in reports):
         for file in splices:
             sources[file].render(splices[file])
-    rows = [{"base": base.name, "release": name, **edit.to_dict()} for edit in edits]
-    retired = [outcome["id"] for outcome in outcomes if outcome["outcome"] == UPSTREAM]
-    for patch in (patch for patch in patches if patch.id in retired):
-        for edit in patch.edits:
-            row = {"base": base.name, "release": name, "patch": patch.id, "edit": edit.name}
-            row.update(file=edit.where.file, expected=edit.matches, found=UPSTREAM, fits=False)
-            rows.append(row)
-    return rows
+    edits = {edit.name: edit for patch in patches for edit in patch.edits}
+    rows = []
+    for report in reports:
+        row = {**_head(place), **report.to_dict(), "outcome": FITS if report.fits else DRIFTED}
+        if place.tree and not report.fits:
+            row.update(nearest(edits[report.edit], place.tree))
+        rows.append(row)
+    retired = {outcome["id"] for outcome in outcomes if outcome["outcome"] == UPSTREAM}
+    return rows + [_retired(place, edit) for edit in edits.values() if edit.patch in retired]
 
 
-def _problems(rows: list, base: Base, name: str, reader: Reader, patches: list, pinned: bool) -> list:
-    """Return what is wrong with a base's patches on what they are for."""
-    problems = []
-    for row in rows:
-        if row["base"] == base.name and row["release"] == name and not row["fits"]:
-            problems.append(_misfit(row))
-    if pinned:
-        for file in sorted({edit.where.file for patch in patches for edit in patch.edits}):
-            problems += _wrong_pin(base, file, reader)
-    return problems
+def _head(place: Place) -> dict:
+    return {"base": place.base.name, "release": place.name}
+
+
+def _retired(place: Place, edit) -> dict:
+    row = {**_head(place), "patch": edit.patch, "edit": edit.name, "file": edit.where.file}
+    return {**row, "expected": edit.matches, "found": UPSTREAM, "fits": False, "outcome": UPSTREAM}
 
 
 def _misfit(row: dict) -> dict:
@@ -92,20 +128,25 @@ def _misfit(row: dict) -> dict:
     }
 
 
-def _wrong_pin(base: Base, file: str, reader: Reader) -> list:
-    """Return the problem of an edited file whose hash is not in the manifest, or is another there."""
-    data = reader(file)
-    found = data and digest_lf(data)
-    if found is None or found == base.files.get(file):
-        return []
-    fault = PatchFault(
+def _wrong_pins(place: Place, patches: list) -> list:
+    """Return a problem for each edited file whose hash is not in the manifest, or is another there."""
+    problems = []
+    for file in sorted({edit.where.file for patch in patches for edit in patch.edits}):
+        data = place.read(file)
+        found = data and digest_lf(data)
+        if found is not None and found != place.base.files.get(file):
+            problems.append(_wrong_pin(place.base, file, found))
+    return problems
+
+
+def _wrong_pin(base: Base, file: str, found: str) -> dict:
+    return PatchFault(
         f"{base.name} does not pin an edited file as it is in the release",
         file=file,
         expected=base.files.get(file, "a row in the manifest"),
         found=found,
         remedy=f"set it below `files:` of {base.name} in patches/manifest.yml",
-    )
-    return [fault.as_dict()]
+    ).as_dict()
 
 
 def _unused(request: Request, manifest: Manifest) -> list:
@@ -130,5 +171,5 @@ def _neighbours(request: Request, manifest: Manifest) -> list:
         reader = wheel_reader(fetch_wheel(request.project, release))
         for base in manifest.bases:
             patches = load_patches(request.project.patches, base.name)
-            rows += _try(reader, patches, base, release.version, strict=False)
+            rows += _try(Place(base, release.version, reader), patches, strict=False)
     return rows

@@ -105,12 +105,39 @@ def show_revert(result: dict) -> None:
 
 
 def show_check(result: dict) -> None:
-    """Tell which edits fit."""
+    """Tell which edits fit, and where the others may belong."""
     columns = ("base", "release", *_EDIT_COLUMNS)
     _table(columns, ((row["base"], row["release"], *_edit_row(row)) for row in result["edits"]))
+    for row in result["edits"]:
+        if "candidates" in row and row["base"] == result["best"]:
+            _nearest(row)
+    if "best" in result:
+        _verdict(result)
+        return
     for problem in result["problems"]:
         _error_lines(problem)
     print("all patches fit" if result["ok"] else f"{len(result['problems'])} problems")
+
+
+def _nearest(row: dict) -> None:
+    """Tell where an edit that drifted may belong, and what became of its names."""
+    print(f"{row['edit']} drifted: {row['file']}: {_edit_row(row)[3]} in place of {row['expected']}")
+    for name in row["names"]:
+        near = f"; near it: {_words(name['near'])}" if name["near"] else ""
+        elsewhere = f"; defined in {_words(name['elsewhere'])}" if name["elsewhere"] else ""
+        print(f"  gone: {name['name']}{near}{elsewhere}")
+    for place in row["candidates"]:
+        print(f"  maybe: {place['file']}:{place['line']} in {place['scope']} ({place['how']}): {place['text']}")
+
+
+def _verdict(result: dict) -> None:
+    """Sum up each base that was tried on a tree."""
+    for base in dict.fromkeys(row["base"] for row in result["edits"]):
+        outcomes = [row["outcome"] for row in result["edits"] if row["base"] == base]
+        counts = ", ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes))
+        print(f"{base}: {len(outcomes)} edits: {counts}")
+    found = result["evidence"]
+    print(f"{'all patches fit' if result['ok'] else 'best'}: {result['best']} (the tree is {found['found']}, by {found['kind']})")
 
 
 def show_features(result: dict) -> None:
@@ -124,7 +151,7 @@ _EDIT_COLUMNS = ("edit", "file", "expected", "found", "fits")
 
 def _edit_row(row: dict) -> tuple:
     found = "no such file" if row["found"] is None else row["found"]
-    return row["edit"], row["file"], row["expected"], found, "yes" if row["fits"] else "NO"
+    return row["edit"], row["file"], row["expected"], found, row.get("outcome") or ("yes" if row["fits"] else "NO")
 
 
 def _flag_row(flag: dict) -> tuple:

@@ -1,0 +1,159 @@
+"""check on a tree: each edit fits, drifted (and may belong there), or is upstream's own by now."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import yaml
+
+from conftest import COMM, NET, PATCHES, manifest, write_tree
+from overlay_apply.nearest import Tree, nearest
+from overlay_apply.patches import load_patch
+
+
+def rows(answer, outcome):
+    return [row for row in answer.data["edits"] if row["outcome"] == outcome]
+
+
+def set_version(package, version) -> None:
+    write_tree(package / "sglang", {"_version.py": f"__version__ = '{version}'\n"})
+
+
+def test_a_base_fits_itself(run, package):
+    answer = run("check", package, "--json")
+    assert answer.code == 0 and len(rows(answer, "fits")) == 3
+    assert answer.data["best"] == "v0.5.20" and "all patches fit: v0.5.20" in run("check", package).out
+
+
+def test_the_overlay_in_the_tree_makes_no_difference(run, package):
+    before = run("check", package, "--json").data
+    assert run("apply", package).code == 0
+    assert run("check", package, "--json").data["edits"] == before["edits"]
+
+
+def test_a_tree_of_another_version_is_tried_on_every_base(run, project, package):
+    """The best is the one with the fewest edits that do not fit; its drift counts."""
+    data = manifest()
+    data["bases"]["v0.5.23"] = {**data["bases"]["v0.5.20"], "version": "0.5.23", "files": {}}
+    write_tree(project.root / "patches", {"manifest.yml": yaml.safe_dump(data)})
+    shutil.copytree(project.patches / "v0.5.20", project.patches / "v0.5.23")
+    moved = PATCHES["net-close"].replace("pattern: self.close(", "pattern: self.shut(")
+    write_tree(project.patches / "v0.5.23", {"net-close.yml": moved})
+    write_tree(package / "sglang", {"srt/models/net.py": NET.replace("self.close", "self.shut")})
+    set_version(package, "0.5.22")
+    answer = run("check", package, "--json")
+    assert answer.code == 0 and answer.data["best"] == "v0.5.23"
+    assert answer.data["evidence"] == {"kind": "_version.py", "found": "0.5.22"}
+    assert [(row["base"], row["edit"]) for row in rows(answer, "drifted")] == [("v0.5.20", "net-close#1")]
+    shown = run("check", package).out
+    assert "v0.5.20: 3 edits: 2 fits, 1 drifted" in shown and "all patches fit: v0.5.23" in shown
+    assert run("check", package, "--try-base", "v0.5.20").code == 4
+
+
+def test_upstream_has_it(run, package):
+    """A patch that its own probe retires is no drift."""
+    write_tree(package / "sglang", {"srt/layers/comm.py": COMM + "\n\ndef close_all():\n    pass\n"})
+    set_version(package, "0.5.21")
+    answer = run("check", package, "--json")
+    assert answer.code == 0 and [row["edit"] for row in rows(answer, "upstream has it")] == ["net-close#1"]
+
+
+def test_drift_is_told_with_names_and_places(run, package):
+    write_tree(package / "sglang", {"srt/models/net.py": NET.replace("close", "close_it")})
+    set_version(package, "0.5.21")
+    told = run("check", package)
+    assert told.code == 4
+    assert "net-close#1 drifted: srt/models/net.py: 0 in place of 1" in told.out
+    assert "  gone: close; near it: close_it" in told.out
+    assert "best: v0.5.20 (the tree is 0.5.21, by _version.py)" in told.out
+
+
+def test_not_a_tree(run, tmp_path):
+    assert run("check", tmp_path, "--json").code == 3
+
+
+PATCH = """
+id: {id}
+feature: alpha
+reason: reports
+why: A test.
+upstream: none
+edits:
+  - file: srt/models/net.py
+    matches: 1
+    rule: {rule}
+    fix: x
+"""
+
+IN_NET_FORWARD = (
+    "{pattern: self.experts($A), inside: {stopBy: end, kind: function_definition, has: {field: name, regex: ^forward$}, "
+    "inside: {stopBy: end, kind: class_definition, has: {field: name, regex: ^Net$}}}}"
+)
+
+
+@pytest.fixture
+def edit_of(tmp_path):
+    """``rule`` -> the edit of a patch with that rule."""
+
+    def get(rule):
+        write_tree(tmp_path, {"one.yml": PATCH.format(id="one", rule=rule)})
+        return load_patch(tmp_path / "one.yml").edits[0]
+
+    return get
+
+
+def tree_of(**files):
+    named = {name.replace("__", "/") + ".py": text.encode() for name, text in files.items()}
+    return Tree(named.get, sorted(named))
+
+
+def found(answer):
+    return [(place["file"], place["line"], place["scope"], place["how"]) for place in answer["candidates"]]
+
+
+def test_too_many_places_are_all_named(edit_of):
+    answer = nearest(edit_of(IN_NET_FORWARD), tree_of(srt__models__net=NET))
+    assert found(answer) == [("srt/models/net.py", 11, "Net.forward", "as it is"), ("srt/models/net.py", 12, "Net.forward", "as it is")]
+    assert answer["candidates"][1]["text"] == "self.experts(x)" and answer["names"] == []
+
+
+def test_a_method_in_another_class(edit_of):
+    answer = nearest(edit_of(IN_NET_FORWARD), tree_of(srt__models__net=NET.replace("class Net:", "class NetModel:")))
+    assert {place[2:] for place in found(answer)} == {("NetModel.forward", "not inside class definition Net")}
+    assert answer["names"] == [{"name": "Net", "near": ["NetModel"], "elsewhere": []}]
+
+
+def test_a_call_in_another_method(edit_of):
+    answer = nearest(edit_of(IN_NET_FORWARD), tree_of(srt__models__net=NET.replace("def forward", "def forward_normal")))
+    how = "not inside function definition forward inside class definition Net"
+    assert {place[2:] for place in found(answer)} == {("Net.forward_normal", how)}
+    assert answer["names"][0]["near"] == ["forward_normal"]
+
+
+def test_a_file_that_moved(edit_of):
+    answer = nearest(edit_of(IN_NET_FORWARD), tree_of(srt__models__net_v2=NET))
+    assert {place[0] for place in found(answer)} == {"srt/models/net_v2.py"}
+    assert {place[3] for place in found(answer)} == {"as it is, in another file"}
+    assert {name["name"]: name["elsewhere"] for name in answer["names"]}["Net"] == ["srt/models/net_v2.py"]
+
+
+def test_a_method_that_moved_to_another_class_of_another_file(edit_of):
+    answer = nearest(edit_of(IN_NET_FORWARD), tree_of(srt__models__net="", srt__parts=NET.replace("class Net:", "class Part:")))
+    assert found(answer)[0] == ("srt/parts.py", 11, "Part.forward", "not inside class definition Net, in another file")
+
+
+def test_a_call_that_is_gone(edit_of):
+    answer = nearest(edit_of("{pattern: self.experts_of($A)}"), tree_of(srt__models__net=NET))
+    assert answer["candidates"] == [] and answer["names"] == [{"name": "experts_of", "near": ["experts"], "elsewhere": []}]
+
+
+def test_conditions_that_are_not_surroundings_go_last(edit_of):
+    rule = "{pattern: self.experts($A), has: {stopBy: end, pattern: no_such}}"
+    answer = nearest(edit_of(rule), tree_of(srt__models__net=NET))
+    assert {place[3] for place in found(answer)} == {"anywhere, without its other conditions"}
+
+
+def test_a_file_that_is_no_text(edit_of):
+    tree = Tree({"srt/models/net.py": b"\xff\xfe self.experts"}.get, ["srt/models/net.py"])
+    assert nearest(edit_of(IN_NET_FORWARD), tree)["candidates"] == []
