@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import List, Optional
 
 from .bases import Base, Manifest, Reader, digest_lf, load_manifest
+from .borrowed import lost
 from .commands import Request
 from .errors import OverlayError, PatchFault, Unsupported
-from .fetch import fetch_wheel, wheel_reader
+from .fetch import fetch_wheel, kept_reader, wheel_reader
 from .nearest import Tree, nearest
 from .patches import features_of, load_patches, load_series
 from .plan import UPSTREAM, fit
@@ -65,7 +66,15 @@ def _check_tree(request: Request, manifest: Manifest) -> dict:
     best = min(reversed(bases), key=lambda base: sum(not row["fits"] for row in tried[base.name]))
     problems = [_misfit(row) for row in tried[best.name] if row["outcome"] == DRIFTED]
     rows = [row for base in bases for row in tried[base.name]]
-    return {**_result(rows, problems), "evidence": evidence, "best": best.name}
+    names = _lost(request, best, situation)
+    problems += [_lost_name(row, str(target.root), best) for row in names or ()]
+    return {**_result(rows, problems), "evidence": evidence, "best": best.name, "lost": names}
+
+
+def _lost(request: Request, base: Base, situation: Situation) -> Optional[list]:
+    """Return what the overlay borrows of the base's release that a tree has no longer; None where the release was never fetched."""
+    read_base = kept_reader(request.project, base.release)
+    return lost(request.project.overlay, situation.read_original, read_base) if read_base else None
 
 
 def _bases_for(situation: Situation, manifest: Manifest, try_base: Optional[str]) -> tuple:
@@ -75,6 +84,17 @@ def _bases_for(situation: Situation, manifest: Manifest, try_base: Optional[str]
     except Unsupported as fault:
         return list(manifest.bases), fault.found
     return [base], evidence.to_dict()
+
+
+def _lost_name(row: dict, where: str, base: Base) -> dict:
+    return {
+        "kind": "lost-name",
+        "message": f"the overlay imports {row['name']}, which {where} has no longer",
+        "file": row["by"][0],
+        "expected": f"a name that {base.name} has",
+        "found": "no such name",
+        "remedy": "have the overlay do without it where it is not there (sglang_overlay/srt/upstream.py holds what differs)",
+    }
 
 
 def _python_files(target: Target) -> List[str]:
@@ -133,9 +153,8 @@ def _wrong_pins(place: Place, patches: list) -> list:
     problems = []
     for file in sorted({edit.where.file for patch in patches for edit in patch.edits}):
         data = place.read(file)
-        found = data and digest_lf(data)
-        if found is not None and found != place.base.files.get(file):
-            problems.append(_wrong_pin(place.base, file, found))
+        if data is not None and digest_lf(data) != place.base.files.get(file):
+            problems.append(_wrong_pin(place.base, file, digest_lf(data)))
     return problems
 
 

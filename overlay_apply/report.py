@@ -136,8 +136,12 @@ def _verdict(result: dict) -> None:
         outcomes = [row["outcome"] for row in result["edits"] if row["base"] == base]
         counts = ", ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes))
         print(f"{base}: {len(outcomes)} edits: {counts}")
+    for row in result["lost"] or ():
+        print(f"gone, though the overlay imports it: {row['name']} (in {_words(row['by'])})")
+    if result["lost"] is None:
+        print(f"not compared: what the overlay imports ({result['best']}'s release is not in build/; `check --base {result['best']}` fetches it)")
     found = result["evidence"]
-    print(f"{'all patches fit' if result['ok'] else 'best'}: {result['best']} (the tree is {found['found']}, by {found['kind']})")
+    print(f"{'all of it fits' if result['ok'] else 'best'}: {result['best']} (the tree is {found['found']}, by {found['kind']})")
 
 
 def show_features(result: dict) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import zipfile
 
 import pytest
 import yaml
 
-from conftest import COMM, NET, PATCHES, manifest, write_tree
+from conftest import COMM, NET, PACKAGE, PATCHES, manifest, write_tree
+from overlay_apply.borrowed import Modules
 from overlay_apply.nearest import Tree, nearest
 from overlay_apply.patches import load_patch
 
@@ -23,7 +26,7 @@ def set_version(package, version) -> None:
 def test_a_base_fits_itself(run, package):
     answer = run("check", package, "--json")
     assert answer.code == 0 and len(rows(answer, "fits")) == 3
-    assert answer.data["best"] == "v0.5.20" and "all patches fit: v0.5.20" in run("check", package).out
+    assert answer.data["best"] == "v0.5.20" and "all of it fits: v0.5.20" in run("check", package).out
 
 
 def test_the_overlay_in_the_tree_makes_no_difference(run, package):
@@ -47,7 +50,7 @@ def test_a_tree_of_another_version_is_tried_on_every_base(run, project, package)
     assert answer.data["evidence"] == {"kind": "_version.py", "found": "0.5.22"}
     assert [(row["base"], row["edit"]) for row in rows(answer, "drifted")] == [("v0.5.20", "net-close#1")]
     shown = run("check", package).out
-    assert "v0.5.20: 3 edits: 2 fits, 1 drifted" in shown and "all patches fit: v0.5.23" in shown
+    assert "v0.5.20: 3 edits: 2 fits, 1 drifted" in shown and "all of it fits: v0.5.23" in shown
     assert run("check", package, "--try-base", "v0.5.20").code == 4
 
 
@@ -67,6 +70,62 @@ def test_drift_is_told_with_names_and_places(run, package):
     assert "net-close#1 drifted: srt/models/net.py: 0 in place of 1" in told.out
     assert "  gone: close; near it: close_it" in told.out
     assert "best: v0.5.20 (the tree is 0.5.21, by _version.py)" in told.out
+
+
+def release_of(project, files) -> None:
+    """Put a base's own release into build/, as if it had been fetched."""
+    project.build.mkdir()
+    wheel = project.build / "sglang-0.5.20.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(f"sglang/{name}", text)
+    data = manifest()
+    data["bases"]["v0.5.20"]["release"]["sha256"] = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    write_tree(project.patches, {"manifest.yml": yaml.safe_dump(data)})
+
+
+BORROWING = """from sglang.srt.layers.other import OTHER
+
+def run():
+    from sglang.srt.layers.comm import Comm, never_there
+    import sglang.srt.models.net
+    from sglang.sglang_overlay.srt.net import route
+"""
+
+
+def test_names_that_the_overlay_imports_and_the_tree_lost(run, project, package):
+    """Compared with the base's release, so that a name for another base only is no loss."""
+    write_tree(project.overlay, {"srt/uses.py": BORROWING})
+    assert run("check", package, "--json").data["lost"] is None
+    assert "not compared: what the overlay imports" in run("check", package).out
+    release_of(project, PACKAGE)
+    assert run("check", package, "--json").data["lost"] == []
+    write_tree(package / "sglang", {"srt/layers/comm.py": COMM.replace("class Comm", "class Kommunikator")})
+    (package / "sglang/srt/layers/other.py").unlink()
+    set_version(package, "0.5.21")
+    answer = run("check", package, "--json")
+    assert answer.code == 4 and answer.data["error"]["kind"] == "lost-name"
+    assert answer.data["lost"] == [
+        {"name": "sglang.srt.layers.comm.Comm", "by": ["srt/uses.py"]},
+        {"name": "sglang.srt.layers.other.OTHER", "by": ["srt/uses.py"]},
+    ]
+    assert "gone, though the overlay imports it: sglang.srt.layers.comm.Comm (in srt/uses.py)" in run("check", package).out
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["NAME = 1", "NAME: int = 1", "def NAME(): ...", "class NAME: ...", "from x import NAME", "import y as NAME", "from x import *",
+     "if A:\n    NAME = 1", "try:\n    import NAME\nexcept ImportError:\n    NAME = None", "try:\n    pass\nexcept E:\n    NAME = None",
+     "with a:\n    (A, NAME) = 1, 2"],
+)  # fmt: skip
+def test_names_at_the_top_level_of_a_module(source):
+    assert Modules({"srt/a.py": source.encode()}.get).has("sglang.srt.a", "NAME")
+
+
+def test_packages_and_modules_as_names():
+    modules = Modules({"srt/a/__init__.py": b"", "srt/a/b.py": b"def f():\n    NAME = 1\n"}.get)
+    assert modules.has("sglang.srt.a", "b") and modules.has("sglang.srt.a.b", "f") and modules.has("sglang.srt.a", "")
+    assert not modules.has("sglang.srt.a.b", "NAME") and not modules.has("sglang.srt.c", "")
 
 
 def test_not_a_tree(run, tmp_path):
