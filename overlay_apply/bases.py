@@ -148,7 +148,7 @@ def _by_content(target: Target, manifest: Manifest, read: Reader) -> Optional[tu
         # A user's edit that is not committed does not hide which release it was made on.
         names = {name for base in manifest.bases for name in base.files}
         base, kind = _known(manifest, read_head(target, sorted(names)).get), "sha256 at HEAD"
-    return base and (base, Evidence(kind, f"{len(base.files)} files of {base.name}"))
+    return (base, Evidence(kind, f"{len(base.files)} files of {base.name}")) if base else None
 
 
 def _known(manifest: Manifest, read: Reader) -> Optional[Base]:

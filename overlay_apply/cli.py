@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Callable, List, Optional
+from typing import Any, Callable, List, Optional
 
 import typer
 
@@ -18,7 +18,7 @@ from .project import Project, here
 INTERRUPTED = 130
 
 # The class of all usage errors, wherever this version of typer has it.
-_CLI_ERROR = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+_CLI_ERROR: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 app = typer.Typer(
     help="Put the overlay on an SGLang tree, look at it, take it out again.",
@@ -176,6 +176,11 @@ def run(argv: List[str], project: Optional[Project] = None, fs: Optional[Fs] = N
     if code == INTERRUPTED:
         sys.stderr.write("interrupted; if a tree was being changed, `revert` puts it right\n")
     return code
+
+
+def main() -> int:
+    """The installed command: `sglang-overlay`."""
+    return run(sys.argv[1:])
 
 
 def _tell(fault: OverlayError, argv: List[str]) -> int:

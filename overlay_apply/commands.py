@@ -307,7 +307,9 @@ def _left_dirs(situation: Situation) -> list:
 def _known_base(situation: Situation, manifest: Manifest, request: Request) -> dict:
     """Return the base, its evidence and its features. Raises Unsupported."""
     journal = situation.journal
-    receipt = situation.receipt or (journal and (journal.receipt_after or journal.receipt_before))
+    receipt = situation.receipt
+    if receipt is None and journal:
+        receipt = journal.receipt_after or journal.receipt_before
     if receipt is not None:
         base = base_by_name(manifest, receipt.base)
         patches = load_patches(request.project.patches, base.name) if base else []

@@ -159,7 +159,7 @@ def make_plan(
 
     def read(file: str) -> Optional[bytes]:
         found = originals(target.real(target.in_package(file)))
-        return found and found[0]
+        return found[0] if found else None
 
     sources, splices, edits, outcomes = fit(read, patches, features)
     misfit = drift(edits, str(target.root))

@@ -7,7 +7,7 @@ import codecs
 import re
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, List
 
 from .errors import Drift, PatchFault
 from .patches import Edit, Rule
@@ -183,7 +183,8 @@ def check_compiles(data: bytes, file: str, owners: list) -> None:
 
 def _crlf_positions(text: str) -> list:
     """Return where, in the text with LF line ends, the line ends are that were CRLF."""
-    positions, found = [], text.find("\r\n")
+    positions: List[int] = []
+    found = text.find("\r\n")
     while found >= 0:
         positions.append(found - len(positions))
         found = text.find("\r\n", found + 2)

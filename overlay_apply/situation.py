@@ -67,7 +67,7 @@ class Situation:
     def read_original(self, file: str) -> Optional[bytes]:
         """Return a file's original bytes by its path below the package, or None."""
         found = self.original(self.target.in_package(file))
-        return found and found[0]
+        return found[0] if found else None
 
     def bytes_of(self, digest: str) -> bytes:
         """Return kept bytes. Raises Interfered if they are gone."""
@@ -183,7 +183,7 @@ def current(target: Target, path: str, contents: dict) -> Optional[FileState]:
 
 
 def _digest(state: Optional[FileState]) -> Optional[str]:
-    return state and state.sha256
+    return state.sha256 if state else None
 
 
 def _how(now: Optional[FileState]) -> str:

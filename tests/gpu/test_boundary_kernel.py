@@ -205,7 +205,7 @@ def test_changing_numbers_of_tokens_for_longer_than_tags_last():
 def test_small_integers_come_out_exact(two_shot):
     config = CONFIGS[0]
     inputs = []
-    for rank, made in enumerate(make_inputs(config, 6, scale=config.top_k)):
+    for made in make_inputs(config, 6, scale=config.top_k):
         bundle = made.bundle
         whole = torch.randint(-3, 4, bundle.gemm2_out.shape, device="cuda").to(config.activation)
         shared = torch.randint(-9, 10, bundle.shared_output.shape, device="cuda").to(config.activation)

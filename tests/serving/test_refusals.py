@@ -16,9 +16,9 @@ def refusal_of(model, tree_of):
 
     def get(way: Way) -> str:
         configuration = configuration_of(way, tree_of(trees.BASE, way.tree), model, tp=1)
-        with pytest.raises(ServerFailed, match="ended with status") as failure:
-            with serve(configuration, trees.LOGS / f"refusal-{way.name}.log"):
-                pass
+        log = trees.LOGS / f"refusal-{way.name}.log"
+        with pytest.raises(ServerFailed, match="ended with status") as failure, serve(configuration, log):
+            pass
         return str(failure.value)
 
     return get

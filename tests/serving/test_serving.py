@@ -7,8 +7,23 @@ import pytest
 import torch
 
 from configurations import (
-    CARRYING_LAYERS, DEFAULT_MAX_TOKENS, ENABLE, MAX_TOKENS, MOE_LAYERS, OFF, OFF_0, OFF_UNSET, ON, ON_AUTO, ON_EAGER, PLACES,
-    PROMPTS, STOCK, STOCK_0, STOCK_UNSET, TAKING_LAYERS,
+    CARRYING_LAYERS,
+    DEFAULT_MAX_TOKENS,
+    ENABLE,
+    MAX_TOKENS,
+    MOE_LAYERS,
+    OFF,
+    OFF_0,
+    OFF_UNSET,
+    ON,
+    ON_AUTO,
+    ON_EAGER,
+    PLACES,
+    PROMPTS,
+    STOCK,
+    STOCK_0,
+    STOCK_UNSET,
+    TAKING_LAYERS,
 )
 from observations import expected_counts, series
 

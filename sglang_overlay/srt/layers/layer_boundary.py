@@ -58,11 +58,11 @@ class MoeFinalizeFusion:
 
 
 @lru_cache(maxsize=1)
-def _handoff() -> type:
+def _handoff() -> Any:
     """The class of a bundle on its way to the next layer: of the kind the boundary knows, made when SGLang is there."""
     from sglang.srt.layers.layer_boundary.output import DeferredFinalize
 
-    class BundleHandoff(DeferredFinalize, frozen=True):
+    class BundleHandoff(DeferredFinalize, frozen=True):  # type: ignore[call-arg]
         output: DeferredMoeOutput
 
         def complete(self) -> torch.Tensor:

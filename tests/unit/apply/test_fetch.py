@@ -70,7 +70,7 @@ def test_no_target_means_the_pinned_release(run, project, index):
     assert run("status", "--json").data["state"] == "applied"
     assert run("diff").out.startswith("diff --git a/sglang/")
     assert run("revert").code == 0
-    assert set(path.name for path in project.build.iterdir()) == {"sglang-0.5.20", "sglang-0.5.20-any.whl"}
+    assert {path.name for path in project.build.iterdir()} == {"sglang-0.5.20", "sglang-0.5.20-any.whl"}
     assert {name for name in snapshot(place / "sglang") if name.endswith(".py")} == {*PACKAGE, "_version.py"}
     assert len(index.commands) == 1
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from conftest import PATCHES, REPOSITORY, NET, manifest, write_tree
+from conftest import NET, PATCHES, REPOSITORY, manifest, write_tree
 from overlay_apply import environment as environments
 from overlay_apply.bases import load_manifest
 from overlay_apply.environment import Environment, Gpu, environment_of, find_gpus

@@ -33,7 +33,7 @@ def main(runs: list) -> None:
 def import_sglang() -> None:
     import sglang.srt.model_loader.loader
     import sglang.srt.models.deepseek_v2
-    import sglang.srt.server_args
+    import sglang.srt.server_args  # noqa: F401
     from sglang.srt.models.registry import ModelRegistry  # noqa: F401  imports every model
 
 

@@ -14,6 +14,7 @@ import torch
 def all_ranks(value: Any) -> List[Any]:
     """``value`` of every rank, in rank order; picklable."""
     import torch.distributed as dist
+
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -166,7 +166,8 @@ def build(
             raise RuntimeError(cannot_run(way, reason))
         if reason:
             log(f"{way} was measured faster than stock but cannot run here: {reason}")
-        boundary = replace(boundary, **{field: resource})
+        made: Dict[str, Any] = {field: resource}
+        boundary = replace(boundary, **made)
     return boundary
 
 

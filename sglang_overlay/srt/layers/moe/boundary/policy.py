@@ -187,7 +187,7 @@ def _fields(value: Any, where: str, kinds: Dict[str, type]) -> Dict[str, Any]:
     return {name: _checked(value[name], kind, f"{where}.{name}") for name, kind in kinds.items()}
 
 
-def _checked(value: Any, kind: type, where: str) -> Any:
+def _checked(value: Any, kind: Any, where: str) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
