@@ -27,7 +27,7 @@ from .situation import (
     edited_fault,
     look,
 )
-from .standing import packages, standings
+from .standing import Standings, packages
 from .state import BYTECODE, Change, FileChange, Receipt, Store, locked
 from .target import Target, locate
 from .transaction import commit, edited_since, recover
@@ -103,7 +103,7 @@ def status(request: Request, python: Optional[Path] = None) -> dict:
     return {
         **facts,
         **_machine(manifest, base, environment),
-        "standings": standings(situation, request.project, manifest, base, environment, flags) if base else [],
+        "standings": Standings(situation, request.project, manifest, base, environment, flags).rows() if base else [],
         "ok": exit_code == 0,
         "exit_code": exit_code,
         "state": state,

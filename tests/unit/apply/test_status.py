@@ -143,6 +143,12 @@ def test_a_feature_left_out(ready, run):
     assert [standing(answer, name)["state"] for name in ("alpha", "beta")] == ["not in", "lacks"]
 
 
+def test_a_partly_applied_tree_has_no_active_feature(ready, run):
+    write_tree(ready / "sglang", {"sglang_overlay/__init__.py": ""})
+    answer = run("status", ready, "--json")
+    assert answer.code == 5 and {each["state"] for each in answer.data["standings"]} == {"partly in"}
+
+
 def test_people_get_one_line_for_each_feature(ready, run, machine):
     machine(H200S)
     assert run("apply", ready).code == 0
