@@ -12,7 +12,7 @@ from .errors import OverlayError, PatchFault, Unsupported
 from .fetch import fetch_wheel, kept_reader, wheel_reader
 from .nearest import Tree, nearest
 from .patches import features_of, load_patches, load_series
-from .plan import UPSTREAM, fit
+from .plan import UPSTREAM, fit, rendered_whole
 from .situation import Situation, look
 from .target import Target, locate
 
@@ -44,9 +44,9 @@ def check(request: Request, neighbours: bool = False) -> dict:
         place = Place(base, base.version, wheel_reader(fetch_wheel(request.project, base.release)))
         patches = load_patches(request.project.patches, base.name)
         try:
-            tried = _try(place, patches)
+            tried, faults = _try(place, patches)
             rows += tried
-            problems += [_misfit(row) for row in tried if not row["fits"]] + _wrong_pins(place, patches)
+            problems += [_misfit(row) for row in tried if not row["fits"]] + faults + _wrong_pins(place, patches)
         except OverlayError as fault:
             problems.append(fault.as_dict())
     problems += _unused(request, manifest)
@@ -62,13 +62,18 @@ def _check_tree(request: Request, manifest: Manifest) -> dict:
     tree = Tree(situation.read_original, _python_files(target))
     places = [Place(base, str(target.root), situation.read_original, tree) for base in bases]
     tried = {place.base.name: _try(place, load_patches(request.project.patches, place.base.name)) for place in places}
-    # An edit that upstream has made idle counts against a base too: what is left of its patches was written to go with it.
-    best = min(reversed(bases), key=lambda base: sum(not row["fits"] for row in tried[base.name]))
-    problems = [_misfit(row) for row in tried[best.name] if row["outcome"] == DRIFTED]
-    rows = [row for base in bases for row in tried[base.name]]
+    best = min(reversed(bases), key=lambda base: _distance(*tried[base.name]))
+    best_rows, faults = tried[best.name]
+    problems = [_misfit(row) for row in best_rows if row["outcome"] == DRIFTED] + faults
+    rows = [row for base in bases for row in tried[base.name][0]]
     names = _lost(request, best, situation)
     problems += [_lost_name(row, str(target.root), best) for row in names or ()]
     return {**_result(rows, problems), "evidence": evidence, "best": best.name, "lost": names}
+
+
+def _distance(rows: list, faults: list) -> int:
+    """Count what keeps a base from a tree: also edits that upstream made idle, since the others were written to go with them."""
+    return sum(not row["fits"] for row in rows) + len(faults)
 
 
 def _lost(request: Request, base: Base, situation: Situation) -> Optional[list]:
@@ -109,12 +114,15 @@ def _result(rows: list, problems: list) -> dict:
     return {**result, "edits": rows, "problems": problems}
 
 
-def _try(place: Place, patches: list, strict: bool = True) -> list:
-    """Return one row for each edit. With `strict` the results are compiled too (PatchFault)."""
+def _try(place: Place, patches: list) -> tuple:
+    """Return one row for each edit, and what is wrong with the files as they would be, where all edits fit."""
     sources, splices, reports, outcomes = fit(place.read, patches, features_of(patches))
-    if strict and all(report.fits for report in reports):
-        for file in splices:
-            sources[file].render(splices[file])
+    faults = []
+    for file in splices if all(report.fits for report in reports) else ():
+        try:
+            rendered_whole(sources[file], splices[file])
+        except PatchFault as fault:
+            faults.append(fault.as_dict())
     edits = {edit.name: edit for patch in patches for edit in patch.edits}
     rows = []
     for report in reports:
@@ -123,7 +131,7 @@ def _try(place: Place, patches: list, strict: bool = True) -> list:
             row.update(nearest(edits[report.edit], place.tree))
         rows.append(row)
     retired = {outcome["id"] for outcome in outcomes if outcome["outcome"] == UPSTREAM}
-    return rows + [_retired(place, edit) for edit in edits.values() if edit.patch in retired]
+    return rows + [_retired(place, edit) for edit in edits.values() if edit.patch in retired], faults
 
 
 def _head(place: Place) -> dict:
@@ -190,5 +198,5 @@ def _neighbours(request: Request, manifest: Manifest) -> list:
         reader = wheel_reader(fetch_wheel(request.project, release))
         for base in manifest.bases:
             patches = load_patches(request.project.patches, base.name)
-            rows += _try(Place(base, release.version, reader), patches, strict=False)
+            rows += _try(Place(base, release.version, reader), patches)[0]
     return rows

@@ -171,13 +171,21 @@ def make_plan(
     for file in sorted(splices):
         path = target.real(target.in_package(file))
         data, mode = originals(path)
-        plan.add(path, PATCHED, (data, mode), (sources[file].render(splices[file]), mode))
+        rendered = rendered_whole(sources[file], splices[file])
+        plan.add(path, PATCHED, (data, mode), (rendered, mode))
         _add_unchecked_bytecode(plan, target, path, originals)
     _check_apart(plan)
     for path, data in overlay_files(project, target):
         kind = TEST if path.startswith(REGISTERED + "/") else OVERLAY
         plan.add(target.real(path), kind, originals(target.real(path)), (data, NEW_FILE_MODE))
     return plan
+
+
+def rendered_whole(source: Source, splices: list) -> bytes:
+    """Return a file with its replacements, checked. Raises PatchFault if it would not compile, or not run for want of a name."""
+    data = source.render(splices)
+    source.check_names(data, splices)
+    return data
 
 
 def _add_unchecked_bytecode(plan: Plan, target: Target, path: str, originals: Originals) -> None:

@@ -136,6 +136,9 @@ def _verdict(result: dict) -> None:
         outcomes = [row["outcome"] for row in result["edits"] if row["base"] == base]
         counts = ", ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes))
         print(f"{base}: {len(outcomes)} edits: {counts}")
+    for problem in result["problems"]:
+        if problem["kind"] == "patch-data":
+            _error_lines(problem)
     for row in result["lost"] or ():
         print(f"gone, though the overlay imports it: {row['name']} (in {_words(row['by'])})")
     if result["lost"] is None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any, List
 
 from .errors import Drift, PatchFault
+from .names import undefined
 from .patches import Edit, Rule
 
+_WORD = re.compile(r"[A-Za-z_]\w*")
 _METAVARIABLE = re.compile(r"\$(\$\$|\$)?([A-Z_][A-Z0-9_]*)")
 
 
@@ -108,6 +110,26 @@ class Source:
         data = self._mark + "".join(pieces + [self.text[position:]]).encode("utf-8")
         check_compiles(data, self.file, sorted({splice.owner for splice in splices}))
         return data
+
+    def check_names(self, data: bytes, splices: list) -> None:
+        """Raise PatchFault if the rendered file names what the original's surroundings do not have.
+
+        Python itself would find out when it runs.
+        """
+        new = {name for splice in splices for name in _WORD.findall(splice.text)}
+        if not new:
+            return
+        unknown = sorted(undefined(data, self.file) - undefined(self._mark + self.text.encode("utf-8"), self.file))
+        if unknown:
+            owner = next((splice.owner for splice in splices if unknown[0] in _WORD.findall(splice.text)), splices[0].owner)
+            raise PatchFault(
+                f"{owner} names what is not defined there: {', '.join(unknown)}",
+                patch=owner.split("#")[0],
+                file=self.file,
+                expected="names that the place has",
+                found=", ".join(unknown),
+                remedy="write the fix for what this place has; nothing was written",
+            )
 
     def _span(self, first: Any, last: Any) -> tuple:
         return self._own(first.range().start.index), self._own(last.range().end.index)

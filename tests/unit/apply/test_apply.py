@@ -144,7 +144,7 @@ def test_a_newer_overlay_replaces_an_older_one(run, package, project):
     (project.overlay / "srt/net.py").unlink()
     write_tree(project.overlay, {"srt/deep/er/net.py": "route = 1\n", "srt/__init__.py": "NEW = 1\n"})
     patch = project.patches / "v0.5.20/net-close.yml"
-    patch.write_text(patch.read_text().replace("closing(self", "closing_now(self"))
+    patch.write_text(patch.read_text().replace("closing", "closing_now"))
     assert run("apply", package).code == 0
     own = package / "sglang/sglang_overlay"
     assert not (own / "srt/net.py").exists() and (own / "srt/deep/er/net.py").exists()

@@ -9,8 +9,9 @@ import zipfile
 import pytest
 import yaml
 
-from conftest import COMM, NET, PACKAGE, PATCHES, manifest, write_tree
+from conftest import COMM, NET, PACKAGE, PATCHES, manifest, snapshot, write_tree
 from overlay_apply.borrowed import Modules
+from overlay_apply.names import undefined
 from overlay_apply.nearest import Tree, nearest
 from overlay_apply.patches import load_patch
 
@@ -126,6 +127,41 @@ def test_packages_and_modules_as_names():
     modules = Modules({"srt/a/__init__.py": b"", "srt/a/b.py": b"def f():\n    NAME = 1\n"}.get)
     assert modules.has("sglang.srt.a", "b") and modules.has("sglang.srt.a.b", "f") and modules.has("sglang.srt.a", "")
     assert not modules.has("sglang.srt.a.b", "NAME") and not modules.has("sglang.srt.c", "")
+
+
+def test_a_fix_that_names_what_is_not_there(run, project, package):
+    """Every edit finds its place, and the result would raise NameError when it runs: neither check nor apply lets it pass."""
+    text = PATCHES["net-close"].replace("fix: closing(self, $$$ARGS)", "fix: closing(self, rest, $$$ARGS)")
+    write_tree(project.patches / "v0.5.20", {"net-close.yml": text})
+    assert run("check", package).code == 0
+    write_tree(package / "sglang", {"srt/models/net.py": NET.replace("*rest", "*others")})
+    set_version(package, "0.5.21")
+    answer = run("check", package, "--json")
+    assert answer.code == 4 and len(rows(answer, "fits")) == 3
+    assert answer.data["error"]["message"] == "net-close#1 names what is not defined there: rest"
+    assert "names what is not defined there: rest" in run("check", package).err
+    before = snapshot(package)
+    applied = run("apply", package, "--try-base", "v0.5.20", "--json")
+    assert applied.code == 4 and applied.data["error"]["patch"] == "net-close"
+    assert snapshot(package) == before
+
+
+@pytest.mark.parametrize(
+    "source, names",
+    [
+        ("def f(a):\n    return a + b", {"b"}),
+        ("b = 1\ndef f():\n    return b", set()),
+        ("def f():\n    global b\n    b = 1\ndef g():\n    return b", set()),
+        ("from x import *\ndef f():\n    return b", set()),
+        ("def f(b):\n    return lambda: b", set()),
+        ("class A:\n    b: int = 1\n    def f(self):\n        return b", {"b"}),
+        ("print(len(__name__), __file__)", set()),
+        ("x = [y for y in z]", {"z"}),
+        ("\ufeffx = y", {"y"}),
+    ],
+)
+def test_undefined_names(source, names):
+    assert undefined(source.encode(), "a.py") == names
 
 
 def test_not_a_tree(run, tmp_path):
