@@ -4,7 +4,7 @@
     python benchmark/bench_mxfp4_hopper.py --json benchmark/results/mxfp4_hopper_h200.json --sglang DIR --resume    # until nothing is left
     python benchmark/bench_mxfp4_hopper.py --json benchmark/results/mxfp4_hopper_2xh200.json --ranks 2              # needs NVSHMEM
 
-``DIR`` holds SGLang 0.5.23's ``sglang`` package; left out, or where a way cannot run, the results say so. A call ends by itself within
+``DIR`` holds an ``sglang`` package, of 0.5.23 or 0.5.20, which have the same ways; left out, or where a way cannot run, the results say so. A call ends by itself within
 ``--minutes``; each point is written when it is there, and ``--resume`` goes on with those that are not. A point that does not come back ends the run
 and is left out from then on. ``--interleave-in-torch`` does without FlashInfer's CUTLASS module when the mega kernel's weights are prepared (nvcc,
 minutes).
@@ -101,7 +101,7 @@ def main() -> None:
 def parse_arguments(words: Optional[List[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="where to write the results; the tables go beside it as .md")
-    parser.add_argument("--sglang", type=Path, help="folder that holds SGLang 0.5.23's package, for its own ways")
+    parser.add_argument("--sglang", type=Path, help="folder that holds SGLang's package, for its own ways")
     parser.add_argument("--resume", action="store_true", help="keep the points that --json already holds")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing that may end later than this (default: 8)")
     parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="expert-parallel ranks, a GPU each (default: 1)")
@@ -441,6 +441,7 @@ def describe(args: argparse.Namespace, device: str) -> dict:
         "python": platform.python_version(),
         "flashinfer": version_of("flashinfer"),
         "cutlass_dsl": version_of("cutlass"),
+        "sglang": sglang_version(args.sglang),
         "interleaved_in_torch": args.interleave_in_torch,
         "calls_per_graph": CALLS,
         "rounds": args.rounds,
@@ -450,6 +451,13 @@ def describe(args: argparse.Namespace, device: str) -> dict:
         "hung": [],
         "left": None,
     }
+
+
+def sglang_version(tree: Optional[Path]) -> str:
+    """Of the package in a folder, by the name of its metadata, which pip leaves beside it."""
+    if tree is None:
+        return "not run"
+    return next((folder.name.split("-")[1] for folder in sorted(tree.glob("sglang-*.dist-info"))), "of unknown version")
 
 
 def version_of(module: str) -> str:
@@ -465,7 +473,7 @@ def render(report: dict) -> str:
         f"# MXFP4 experts in FlashInfer's mega kernel on {report['ranks']}×{report['device']}",
         "",
         f"{report['date'][:10]}, driver {report['driver']}, CUDA {report['cuda']}, torch {report['torch']}, FlashInfer {report['flashinfer']}, "
-        f"cutlass-dsl {report['cutlass_dsl']}, Python {report['python']}; weights interleaved {'in torch' if report['interleaved_in_torch'] else 'by FlashInfer'}.",
+        f"cutlass-dsl {report['cutlass_dsl']}, SGLang {report['sglang']}, Python {report['python']}; weights interleaved {'in torch' if report['interleaved_in_torch'] else 'by FlashInfer'}.",
         f"`{report['command']}`; how: the docstring of `benchmark/bench_mxfp4_hopper.py`. Points left: {report['left']}.",
         "",
         *render_exact([point for point in points if point["kind"] in ("exact", "idle")]),

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23's own ways for MXFP4 experts on Hopper, through its expert layers, on one GPU."""
+"""SGLang's own ways for MXFP4 experts on Hopper, through the expert layers of 0.5.23 or 0.5.20, on one GPU."""
 
 from __future__ import annotations
 
