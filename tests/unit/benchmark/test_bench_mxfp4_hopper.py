@@ -9,7 +9,7 @@ import mxfp4_moe
 import pytest
 import torch
 
-SHAPE = mxfp4_moe.Shape(experts=4, intermediate=128, hidden=256, top_k=2)
+SHAPE = mxfp4_moe.Shape(experts=4, intermediate=128, hidden=128, top_k=2)
 
 
 @pytest.fixture
@@ -17,9 +17,12 @@ def bench(benchmark_module, monkeypatch):
     module = benchmark_module("bench_mxfp4_hopper")
     megamoe_stand_in.install(lambda name, stand_in: monkeypatch.setitem(sys.modules, name, stand_in))
     monkeypatch.setattr(megamoe_stand_in, "capturing", False)
-    for name, value in {"SHAPES": {"small": SHAPE, "other": SHAPE}, "EXACT_TOKENS": (1, 3, 70), "TIMED_TOKENS": (1, 8), "ERROR_TOKENS": (5,)}.items():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name, value in {"CALLS": 2, "SHAPES": {"small": SHAPE, "other": SHAPE}, "EXACT_TOKENS": (1, 3, 70), "TIMED_TOKENS": (1, 8), "ERROR_TOKENS": (5,)}.items():
         monkeypatch.setattr(module, name, value)
-    return module
+    yield module
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

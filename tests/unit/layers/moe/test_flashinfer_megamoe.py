@@ -27,6 +27,10 @@ def flashinfer(monkeypatch):
     megamoe_stand_in.install(lambda name, module: monkeypatch.setitem(sys.modules, name, module))
     monkeypatch.setattr(megamoe_stand_in, "capturing", False)
     monkeypatch.setattr(megamoe_stand_in.MoEEpMegaLayer, "made", [])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def shape_of(shape=SHAPE, limit=None, **changed):
