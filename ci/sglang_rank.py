@@ -6,8 +6,6 @@ from pathlib import Path
 import torch
 from cpu_serving import ranks
 
-from cpu_serving import ranks
-
 
 def start_one_rank(folder: Path, hidden: int = 512) -> str:
     """Publish settings for one rank and the Triton MoE runner, on the GPU where there is one, else on the CPU; gives the device.
