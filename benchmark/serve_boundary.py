@@ -45,7 +45,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "benchmark")]
 from boundary_checks import conclude, render, turns, way_unmet, ways_counted  # noqa: E402
 from cpu_serving.checkpoint import VOCABULARY, Shape, make_checkpoint  # noqa: E402
 from cpu_serving.server import Configuration, Server, ServerFailed, serve  # noqa: E402
-from serve_on_gpus import ENABLE, FUSION, GpuConfiguration, versions  # noqa: E402
+from gpu_server import ENABLE, FUSION, GpuConfiguration, versions  # noqa: E402
 from sglang_overlay.srt.environ import MAX_TOKENS, POLICY  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.policy import Table  # noqa: E402
 
@@ -56,7 +56,7 @@ DEFAULT_ARMS = ("off", "separate", "flashinfer", "fused", "auto")
 CANDIDATES = 16
 SERVER_INFO = ("flashinfer_allreduce_fusion_backend", "attention_backend", "moe_runner_backend", "disable_cuda_graph", "tp_size")
 # Enough layers that a decode step is the GPUs' time and not the scheduler's; weights as wide as DeepSeek's own initializer.
-SHAPE = Shape(hidden=7168, layers=12, experts=64, topk=8, expert_width=256, spread=0.02)
+SHAPE = Shape(hidden=7168, layers=40, experts=64, topk=8, expert_width=256, spread=0.02)
 ARGUMENTS = (
     "--dtype bfloat16 --skip-tokenizer-init --attention-backend triton --moe-runner-backend triton --sampling-backend pytorch "
     "--grammar-backend none --disable-shared-experts-fusion --disable-radix-cache --skip-server-warmup --context-length 2048 "
@@ -120,7 +120,7 @@ def parse_arguments(given: List[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="keep what --out holds and measure what is missing")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--tp", type=int, default=2)
-    add("--mem-fraction-static", default="0.12", help="of each server; two are up at once (default: 0.12)")
+    add("--mem-fraction-static", default="0.25", help="of each server; two are up at once (default: 0.25)")
     add("--max-tokens", type=int, default=256, help=f"{MAX_TOKENS.name} (default: 256)")
     add("--prompts", type=int, default=64)
     add("--new-tokens", type=int, default=128)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "benchmark")]
 from cpu_serving.fp8_checkpoint import SHAPE, make_fp8_checkpoint  # noqa: E402
 from cpu_serving.server import ServerFailed, serve  # noqa: E402
-from serve_on_gpus import NEW_TOKENS, GpuConfiguration, compare, prompts, versions  # noqa: E402
+from gpu_server import NEW_TOKENS, GpuConfiguration, compare, prompts, versions  # noqa: E402
 
 PLUGIN = ROOT / "benchmark" / "gemm_scales_plugin"
 FLAG, FOLDER = "SGLANG_MOE_TRITON_UE8M0", "GEMM_SCALES"

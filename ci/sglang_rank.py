@@ -5,17 +5,15 @@ from pathlib import Path
 
 import torch
 
+from cpu_serving import ranks
+
 
 def start_one_rank(folder: Path, hidden: int = 512) -> str:
     """Publish settings for one rank and the Triton MoE runner, on the GPU where there is one, else on the CPU; gives the device.
 
     ``folder`` takes the configuration of a stand-in model.
     """
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
     (folder / "config.json").write_text(json.dumps({
@@ -26,12 +24,10 @@ def start_one_rank(folder: Path, hidden: int = 512) -> str:
     args = ServerArgs(model_path=str(folder), device=device, dtype="bfloat16", skip_tokenizer_init=True,
                       moe_runner_backend="triton", attention_backend="triton", sampling_backend="pytorch", grammar_backend="none",
                       disable_shared_experts_fusion=True)
-    publish(args, role="weight_cache_daemon")
+    ranks.publish(args)
     initialize_moe_config()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend=backend, distributed_init_method=f"tcp://127.0.0.1:{port}")
-    initialize_model_parallel(backend=backend)
-    initialize_dp_attention(args, ModelConfig(model_path=str(folder), dtype="bfloat16"))
+    ranks.join_groups(args, f"tcp://127.0.0.1:{port}", backend=backend)
     return device

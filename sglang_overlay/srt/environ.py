@@ -74,7 +74,17 @@ TRITON_UE8M0 = Flag(
         "checkpoint declares scale_fmt ue8m0. on: also where it does not. off: nowhere, exactly the stock release."
     ),
 )
-FLAGS: Tuple[Flag, ...] = (ENABLE, FUSION, POLICY, MAX_TOKENS, TRITON_UE8M0)
+MXFP4_MEGAMOE = Flag(
+    name="SGLANG_MOE_MXFP4_MEGAMOE_SM90",
+    default="0",
+    values="0, 1 (also false/no/n, true/yes/y)",
+    feature="mxfp4-megamoe-sm90",
+    help=(
+        "1: --moe-a2a-backend flashinfer_megamoe runs MXFP4 experts on Hopper, in the kernel that FlashInfer 0.7.4 has "
+        "for it; what cannot run there stops the server at start-up. 0: exactly the stock release."
+    ),
+)
+FLAGS: Tuple[Flag, ...] = (ENABLE, FUSION, POLICY, MAX_TOKENS, TRITON_UE8M0, MXFP4_MEGAMOE)
 
 # How the next layer can take a bundle.
 WAYS = ("fused", "flashinfer", "separate", "eager")
@@ -91,7 +101,7 @@ class Settings:
 
     ``enable`` is ``"0"``, ``"1"`` or ``"auto"``; ``fusion`` is ``auto`` or one of ``WAYS``;
     ``policy`` the file of the user's own measurements, or None; ``max_tokens`` the largest deferred batch in tokens;
-    ``triton_ue8m0`` one of ``auto``, ``on``, ``off``.
+    ``triton_ue8m0`` one of ``auto``, ``on``, ``off``; ``mxfp4_megamoe`` whether Hopper's MXFP4 experts may go to the mega kernel.
     """
 
     enable: str
@@ -99,6 +109,7 @@ class Settings:
     policy: Optional[str]
     max_tokens: int
     triton_ue8m0: str
+    mxfp4_megamoe: bool
 
     @property
     def is_off(self) -> bool:
@@ -123,6 +134,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
         policy=environ.get(POLICY.name, "").strip() or None,
         max_tokens=_parse_max_tokens(_value(environ, MAX_TOKENS) or MAX_TOKENS.default),
         triton_ue8m0=_parse_ue8m0(_value(environ, TRITON_UE8M0) or TRITON_UE8M0.default),
+        mxfp4_megamoe=_parse_bool(MXFP4_MEGAMOE, _value(environ, MXFP4_MEGAMOE) or MXFP4_MEGAMOE.default),
     )
 
 
@@ -139,11 +151,13 @@ def _value(environ: Mapping[str, str], flag: Flag) -> Optional[str]:
 def _parse_enable(value: Optional[str]) -> str:
     if value is None:
         return ENABLE.default
-    if value in TRUE_WORDS:
-        return "1"
-    if value in FALSE_WORDS:
-        return "0"
-    raise _bad(ENABLE, value)
+    return "1" if _parse_bool(ENABLE, value) else "0"
+
+
+def _parse_bool(flag: Flag, value: str) -> bool:
+    if value not in TRUE_WORDS + FALSE_WORDS:
+        raise _bad(flag, value)
+    return value in TRUE_WORDS
 
 
 def _parse_fusion(value: Optional[str]) -> str:

@@ -6,8 +6,9 @@ Known by what is there, never by a version. Everything else the overlay imports 
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, Callable, ContextManager
 
 
 @lru_cache(maxsize=1)
@@ -40,6 +41,15 @@ def input_is_scattered() -> bool:
     return get_attn_tp_context().input_scattered
 
 
-def trtllm_unmet() -> str:
-    """Why the TRT-LLM runners do not defer through the overlay on this base; empty where they do."""
-    return "the TRT-LLM runners have no seams on this base, and defer by SGLang's own means" if has_layer_boundary() else ""
+def routed_deferral() -> Callable[[], ContextManager]:
+    """What to enter so that TRT-LLM calls with given routing leave their finalize out.
+
+    SGLang's own context where those calls ask it (0.5.23). Elsewhere it makes some of them fail, and the overlay's
+    patches take its place.
+    """
+    try:
+        from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as stock
+    except ModuleNotFoundError:
+        return nullcontext
+    asked = hasattr(stock, "is_deferred_finalize_enabled")
+    return stock.flashinfer_trtllm_deferred_finalize_context if asked else nullcontext

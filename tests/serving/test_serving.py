@@ -127,9 +127,10 @@ def test_at_the_start_each_feature_has_one_line(place, way, observed):
     if way in STOCK:
         assert lines == []
         return
-    deferral, ue8m0 = lines
+    deferral, ue8m0, megamoe = lines
     assert "MoE overlay, deferred-finalize: " in deferral and START_LINES[way] in deferral
     assert "MoE overlay, ue8m0-triton-moe: not active (SGLANG_MOE_TRITON_UE8M0=auto): its experts are not block-quantised FP8" in ue8m0
+    assert "MoE overlay, mxfp4-megamoe-sm90: not active: SGLANG_MOE_MXFP4_MEGAMOE_SM90=0" in megamoe
 
 
 @each_place

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_overlay.srt.environ import ENABLE, FLAGS, FUSION, MAX_TOKENS, POLICY, TRITON_UE8M0, WAYS, FlagError, parse
+from sglang_overlay.srt.environ import ENABLE, FLAGS, FUSION, MAX_TOKENS, MXFP4_MEGAMOE, POLICY, TRITON_UE8M0, WAYS, FlagError, parse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -15,6 +15,7 @@ def test_unset_flags_mean_auto_and_stock():
     assert (flags.enable, flags.fusion, flags.policy, flags.max_tokens) == ("auto", "auto", None, 192)
     assert flags.by_policy and not flags.is_off
     assert flags.triton_ue8m0 == "auto"
+    assert flags.mxfp4_megamoe is False
 
 
 @pytest.mark.parametrize("word, enable", [("1", "1"), ("TRUE", "1"), ("y", "1"), ("0", "0"), ("No", "0"), ("", "auto"), (" 1 ", "1")])
@@ -29,6 +30,11 @@ def test_ue8m0_takes_on_off_and_auto(word, choice):
     assert parse({TRITON_UE8M0.name: word}).triton_ue8m0 == choice
 
 
+@pytest.mark.parametrize("word, on", [("1", True), ("Yes", True), ("0", False), ("", False)])
+def test_the_mega_kernel_is_on_or_off(word, on):
+    assert parse({MXFP4_MEGAMOE.name: word}).mxfp4_megamoe is on
+
+
 def test_max_tokens_zero_disables():
     assert parse({ENABLE.name: "1", MAX_TOKENS.name: "0"}).is_off
 
@@ -36,7 +42,7 @@ def test_max_tokens_zero_disables():
 @pytest.mark.parametrize(
     "flag, value",
     [(ENABLE, "maybe"), (ENABLE, "2"), (FUSION, "turbo"), (MAX_TOKENS, "-1"), (MAX_TOKENS, "many"), (MAX_TOKENS, "1.5"),
-     (TRITON_UE8M0, "1"), (TRITON_UE8M0, "declared")],
+     (TRITON_UE8M0, "1"), (TRITON_UE8M0, "declared"), (MXFP4_MEGAMOE, "auto")],
 )
 def test_an_unknown_value_is_named_with_the_values_taken(flag, value):
     with pytest.raises(FlagError) as refused:

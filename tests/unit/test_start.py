@@ -12,9 +12,12 @@ from sglang_overlay.srt.environ import ENABLE, TRITON_UE8M0
 from sglang_overlay.srt.layers.moe import counters as counting
 from sglang_overlay.srt.layers.moe.counters import Counters, bucket
 from sglang_overlay.srt.layers.quantization import fp8
+from sglang_overlay.srt.layers.quantization.mxfp4_megamoe import Mxfp4MegaMoEMethod
 from sglang_overlay.srt.managers import scheduler as seam
 from sglang_overlay.srt.managers import start
 from sglang_overlay.srt.observability.metrics_collector import MoeFinalizeMetrics
+
+NAMES = {"enable": ENABLE, "ue8m0": TRITON_UE8M0, "max_tokens": environ.MAX_TOKENS, "megamoe": environ.MXFP4_MEGAMOE}
 
 
 class Layer(torch.nn.Module):
@@ -38,7 +41,7 @@ def flags(monkeypatch):
 
     def set_flags(**values):
         for name, value in values.items():
-            monkeypatch.setenv({"enable": ENABLE, "ue8m0": TRITON_UE8M0, "max_tokens": environ.MAX_TOKENS}[name].name, value)
+            monkeypatch.setenv(NAMES[name].name, value)
         environ.settings.cache_clear()
 
     for flag in environ.FLAGS:
@@ -113,6 +116,22 @@ def ue8m0(monkeypatch, flags):
 def test_ue8m0s_line(ue8m0, values, methods, line):
     ue8m0(**values)
     assert start.ue8m0_triton_moe(model_of(*(Layer(quant_method=each) for each in methods))) == line
+
+
+@pytest.mark.parametrize(
+    "value, methods, line",
+    [
+        ("0", [method()], "not active: SGLANG_MOE_MXFP4_MEGAMOE_SM90=0"),
+        ("1", [], start.NO_MOE),
+        ("1", [Mxfp4MegaMoEMethod.__new__(Mxfp4MegaMoEMethod)],
+         "active in 1 of 1 MoE layers (SGLANG_MOE_MXFP4_MEGAMOE_SM90=1): in FlashInfer's mega kernel"),
+        ("1", [method()], "not active (SGLANG_MOE_MXFP4_MEGAMOE_SM90=1): its experts are of another method, or "
+         "--moe-a2a-backend is not flashinfer_megamoe (1 of 1 MoE layers)"),
+    ],
+)
+def test_megamoes_line(ue8m0, value, methods, line):
+    ue8m0(megamoe=value)
+    assert start.mxfp4_megamoe_sm90(model_of(*(Layer(quant_method=each) for each in methods))) == line
 
 
 def test_ue8m0_says_that_it_was_left_out(ue8m0, monkeypatch):

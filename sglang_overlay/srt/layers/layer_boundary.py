@@ -12,11 +12,12 @@ from typing import Any, Callable, Optional, Tuple
 
 import torch
 
-from ..environ import settings
+from ..environ import FUSION, settings
 from ..models import deepseek_v2 as seams
+from . import cutedsl
 from .communicator import Outputs, all_reduce, take_over, unlinked
 from .moe.counters import COUNTERS
-from .moe.deferral import Deferral, Guard, deferral_of, first_true, may_defer
+from .moe.deferral import Deferral, Guard, deferral_of, first_true, log_once, may_defer
 from .moe.deferred_output import DeferredMoeOutput, finalize, is_deferred
 
 
@@ -85,7 +86,7 @@ def experts_or_deferred(moe: torch.nn.Module, in_pieces: bool) -> Callable[..., 
 
     ``in_pieces``: the caller of the MoE wants routed and shared output apart, and knows tensors only.
     """
-    if in_pieces:
+    if in_pieces or cutedsl.takes(moe) == cutedsl.STOCK:
         return moe.experts
     _heed_decision(moe)
     return seams.experts_or_deferred(moe)
@@ -93,7 +94,7 @@ def experts_or_deferred(moe: torch.nn.Module, in_pieces: bool) -> Callable[..., 
 
 def stock_defers(moe: torch.nn.Module, hidden_states: torch.Tensor, in_pieces: bool) -> bool:
     """Whether the stock dual-stream forward may defer by its own means: not where the overlay does."""
-    if in_pieces:
+    if in_pieces or cutedsl.takes(moe) == cutedsl.STOCK:
         return moe.experts.supports_deferred_finalize
     _heed_decision(moe)
     return seams.stock_defers(moe, hidden_states)
@@ -106,17 +107,39 @@ def add_shared_output(moe: torch.nn.Module, stock_add: Callable[..., torch.Tenso
 
     def add(*arguments: Any) -> Any:
         finished = finish(*arguments)
-        return _handoff()(finished) if is_deferred(finished) else finished
+        return _handed_on(moe, finished) if is_deferred(finished) else finished
 
     return add
 
 
+def _handed_on(moe: torch.nn.Module, output: DeferredMoeOutput) -> Any:
+    """A bundle as what takes it knows it: the overlay in the next layer, or SGLang's own kernel."""
+    bundle = _handoff()(output)
+    if cutedsl.takes(moe) != cutedsl.BUNDLES:
+        return bundle
+    reason = cutedsl.unmet(output)
+    if reason:
+        log_once(f"eager in place of SGLang's own kernel: {reason}")
+        return bundle
+    return cutedsl.handoff(output, bundle.complete)
+
+
 def link_boundaries(model: torch.nn.Module) -> None:
     """``models.deepseek_v2.link_boundaries`` for layers that meet in ``layer_boundary``."""
+    if settings().is_off:
+        return
+    for layer in model.layers[model.start_layer : model.end_layer]:
+        if seams.is_moe(layer.mlp):
+            cutedsl.mark(layer)
     seams.link(model, _join)
 
 
-def _join(layer: torch.nn.Module, following: Optional[torch.nn.Module]) -> Tuple[Any, str]:
+def _join(layer: torch.nn.Module, following: Optional[torch.nn.Module]) -> Optional[Tuple[Any, str]]:
+    kernel_takes = cutedsl.takes(layer.mlp)
+    if kernel_takes == cutedsl.STOCK:
+        return None
+    if kernel_takes == cutedsl.BUNDLES:
+        return None, first_true(KERNEL_GUARDS, (layer, following))
     return following and _fusions(following), first_true(CARRY_GUARDS, (layer, following))
 
 
@@ -124,14 +147,29 @@ def _fusions(layer: torch.nn.Module) -> Any:
     return layer.attn_boundary.fusions
 
 
-CARRY_GUARDS: Tuple[Guard, ...] = (
+_ANY_GUARDS: Tuple[Guard, ...] = (
     (lambda pair: pair[1] is None, "the last layer of the model or of its pipeline stage"),
     (lambda pair: not all(map(_is_plain, pair)), "a decoder layer of another class"),
+    (lambda pair: pair[0].mlp.reduce_results, "the MoE reduces its own output"),
+)
+CARRY_GUARDS: Tuple[Guard, ...] = (
+    *_ANY_GUARDS,
     (
         lambda pair: not all(isinstance(_fusions(layer), MoeFinalizeFusion) for layer in pair),
-        "the layers' boundaries have kernels of SGLang's own (--flashinfer-allreduce-fusion-backend cutedsl)",
+        "the layers' boundaries have kernels of SGLang's own",
     ),
-    (lambda pair: pair[0].mlp.reduce_results, "the MoE reduces its own output"),
+)
+# Into SGLang's own kernel.
+KERNEL_GUARDS: Tuple[Guard, ...] = (
+    *_ANY_GUARDS,
+    (
+        lambda pair: settings().fusion != "auto",
+        f"layers have SGLang's own kernel (--flashinfer-allreduce-fusion-backend cutedsl), and {FUSION.name} asks for another way",
+    ),
+    (
+        lambda pair: cutedsl.needs_own_shared_output(pair[0].mlp),
+        "SGLang's own kernel takes a shared expert that is not fused with the routed ones",
+    ),
 )
 
 

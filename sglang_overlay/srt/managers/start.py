@@ -8,9 +8,10 @@ from typing import Any, Callable, Tuple
 
 import torch
 
-from ..environ import ENABLE, MAX_TOKENS, TRITON_UE8M0, settings
+from ..environ import ENABLE, MAX_TOKENS, MXFP4_MEGAMOE, TRITON_UE8M0, settings
 from ..layers.moe.deferral import OFF_UNDER_AUTO, row_or_reason
 from ..layers.quantization.fp8 import why_not_ue8m0
+from ..layers.quantization.mxfp4_megamoe import Mxfp4MegaMoEMethod
 from ..models.deepseek_v2 import is_moe
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,23 @@ def _in_words(reasons: Counter, flags: str, how: str) -> str:
     return f"active in {active} of {total} MoE layers ({flags}): {how}{rest}"
 
 
+def mxfp4_megamoe_sm90(model: torch.nn.Module) -> str:
+    """Which MoE layers run in FlashInfer's mega kernel for MXFP4 on Hopper."""
+    flag = f"{MXFP4_MEGAMOE.name}={int(settings().mxfp4_megamoe)}"
+    if not settings().mxfp4_megamoe:
+        return f"not active: {flag}"
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    if not layers:
+        return NO_MOE
+    other = "its experts are of another method, or --moe-a2a-backend is not flashinfer_megamoe"
+    reasons = Counter("" if isinstance(layer.quant_method, Mxfp4MegaMoEMethod) else other for layer in layers)
+    return _in_words(reasons, flag, "in FlashInfer's mega kernel")
+
+
 FEATURES: Tuple[Tuple[str, Callable[[Any], str]], ...] = (
     ("deferred-finalize", deferred_finalize),
     ("ue8m0-triton-moe", ue8m0_triton_moe),
+    ("mxfp4-megamoe-sm90", mxfp4_megamoe_sm90),
 )

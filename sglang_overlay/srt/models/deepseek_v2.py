@@ -31,10 +31,10 @@ from ..layers.moe.deferred_output import is_deferred
 from ..layers.moe.moe_runner.producers import expected_weight_dtype
 from ..upstream import input_is_scattered
 
-# An MoE layer, what takes bundles for the layer after it (its communicator), and why that cannot take this layer's.
+# An MoE layer, what takes bundles for the layer after it (its communicator; None where SGLang does), and why that cannot take this layer's.
 Link = Tuple[torch.nn.Module, Any, str]
-# The last two of a link, of a layer and the one after it.
-Join = Callable[[torch.nn.Module, Optional[torch.nn.Module]], Tuple[Any, str]]
+# The last two of a link, of a layer and the one after it; None for a layer that is left alone.
+Join = Callable[[torch.nn.Module, Optional[torch.nn.Module]], Optional[Tuple[Any, str]]]
 
 
 def experts_or_deferred(moe: torch.nn.Module) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ def link(model: torch.nn.Module, join: Join) -> None:
         return
     links = _links(model, join)
     # What one of these guards holds back at the start it holds back for good: nothing to set up for.
-    used = [link for link in links if not link[2] and not first_true(DEFER_GUARDS, link[0].mlp)]
+    used = [link for link in links if link[1] and not link[2] and not first_true(DEFER_GUARDS, link[0].mlp)]
     boundary = _boundary(model, used) if used else None
     if settings().by_policy and not (boundary and boundary.gains_up_to(settings().max_tokens)):
         log_once(OFF_UNDER_AUTO)
@@ -134,7 +134,8 @@ def link(model: torch.nn.Module, join: Join) -> None:
 def _links(model: torch.nn.Module, join: Join) -> List[Link]:
     """Each MoE layer of this pipeline stage with what ``join`` says of it and the layer after it (None after the last)."""
     stage = list(model.layers[model.start_layer : model.end_layer])
-    return [(layer, *join(layer, following)) for layer, following in zip(stage, stage[1:] + [None]) if is_moe(layer.mlp)]
+    pairs = [pair for pair in zip(stage, stage[1:] + [None]) if is_moe(pair[0].mlp)]
+    return [(pair[0], *joined) for pair in pairs if (joined := join(*pair)) is not None]
 
 
 def _join(layer: torch.nn.Module, following: Optional[torch.nn.Module]) -> Tuple[Any, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_overlay.srt.layers.moe.boundary.policy import Table
+from sglang_overlay.srt.layers.moe.boundary.policy import BUILT_IN, Table
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmark"
 
@@ -55,6 +55,12 @@ def test_what_the_report_lacks_is_asked_for(policy_table):
         policy_table(old, "x")
     with pytest.raises(ValueError, match="separate"):
         policy_table({**REPORT, "points": [point(64, 8, 1, fused=1.0)]}, "x")
+
+
+def test_the_built_in_table_is_what_was_measured(policy_table):
+    results = Path("benchmark/results/boundary_h200.json")
+    report = json.loads((BENCHMARK.parent / results).read_text())
+    assert BUILT_IN.read_text() == policy_table(report, str(results), "sm90").to_json()
 
 
 def test_from_files(tmp_path):

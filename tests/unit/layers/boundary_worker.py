@@ -3,7 +3,8 @@
 Run by ``test_boundary.py`` as ``boundary_worker.py RUNS.json``, a list of runs, each a list of the specs of its ranks.
 Each rank writes what it saw to ``spec["out"]`` as a torch file, its output to ``spec["log"]``. Everything but the attention is SGLang's own:
 layers, what joins them, process groups. Where the bases differ in that, ``taker``, ``take`` and the like know it. SGLang is imported once, and each rank forked: importing takes longer than all else.
-With ``spec["stand_ins"]`` what a boundary runs on GPUs is stood in for by torch (``boundary_stand_ins.py``).
+With ``spec["stand_ins"]`` what a boundary runs on GPUs is stood in for by torch (``boundary_stand_ins.py``), with ``spec["cutedsl"]``
+SGLang's own kernel there, which only some bases have.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def run_rank(spec: dict) -> None:
     os.environ.update(spec["flags"])
     if spec["stand_ins"]:
         spec["made"] = boundary_stand_ins.install(spec.get("failing_rank"))
+    if spec.get("cutedsl"):
+        choose_cutedsl(spec["cutedsl"])
     try:
         model = build_model(spec)
     except (RuntimeError, ValueError) as error:
@@ -90,6 +93,26 @@ def build_model(spec: dict) -> torch.nn.Module:
     return loader.load_model(model_config=config, device_config=DeviceConfig("cpu")).model
 
 
+def choose_cutedsl(of_sglang: str) -> None:
+    """As ``--flashinfer-allreduce-fusion-backend cutedsl`` on CUDA; with "stock" SGLang also defers by its own means."""
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+    from sglang.srt.models import deepseek_v2
+
+    deepseek_v2._use_mnnvl_cutedsl_fusion = lambda: True
+    if of_sglang == "stock":
+        layer.FusedMoE.supports_deferred_finalize = property(lambda experts: True, lambda experts, value: None)
+
+
+def kernel_workspace(model, top_k: int, max_m: int = 64):
+    """SGLang's handle of its kernel, with the stand-in for FlashInfer's workspace in it."""
+    from sglang.srt.distributed import get_tp_group
+
+    service, eps = taker(stage(model)[-1]).service, stage(model)[-1].input_layernorm.variance_epsilon
+    service._workspace = boundary_stand_ins.KernelWorkspace(HIDDEN, top_k, eps, max_m, get_tp_group().device_group)
+    service.max_m = max_m
+    return service._workspace
+
+
 class StubAttention(torch.nn.Module):
     """Stands for attention: hands its input through, divided so that the tensor-parallel sum restores it."""
 
@@ -135,8 +158,8 @@ def taker(layer):
     return layer.attn_boundary.fusions if has_layer_boundary() else layer.layer_communicator
 
 
-def take(layer, bundle, residual, capture=None):
-    """``(norm_out, residual_out)`` of a layer that is handed a bundle."""
+def take(layer, bundle, residual, capture=None, handed=None):
+    """``(norm_out, residual_out)`` of a layer that is handed a bundle, as ``handed`` if that is given."""
     batch = forward_batch(bundle.num_tokens)
     if not has_layer_boundary():
         return layer.layer_communicator.prepare_attn_and_capture_last_layer_outputs(bundle, residual, batch, capture)
@@ -144,7 +167,7 @@ def take(layer, bundle, residual, capture=None):
     from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
     batch.residual_stream = ResidualStream(residual)
-    handed = batch.residual_stream.record(seams()._handoff()(bundle), PLAIN_ADD)
+    handed = batch.residual_stream.record(handed or seams()._handoff()(bundle), PLAIN_ADD)
     collector = None if capture is None else SimpleNamespace(capture=lambda value, **_: capture.append(value.clone()))
     return layer.attn_boundary.prepare(handed, batch, capture_gathered=collector), batch.residual_stream.residual
 
@@ -438,6 +461,62 @@ def scenario_not_carried(model, spec):
 def scenario_over_plane(model, spec):
     """One token more than the plane has rows, and as many as it has."""
     return {rows: compare(model, num_tokens=rows) for rows in (boundary_stand_ins.PLANE_ROWS, boundary_stand_ins.PLANE_ROWS + 1)}
+
+
+def scenario_into_kernel(model, spec):
+    """Forwards with SGLang's own kernel: deferred beside stock, and what it finalized meanwhile."""
+    workspace = kernel_workspace(model, model.config.num_experts_per_tok, max_m=TOKENS)
+    seen = {}
+    for tokens in (1, TOKENS, TOKENS + 1):
+        workspace.taken.clear()
+        seen[tokens] = {**compare(model, num_tokens=tokens), "taken": list(workspace.taken)}
+    return seen
+
+
+def scenario_kernel_facts(model, spec):
+    """What the kernel was told, and what the overlay leaves alone."""
+    from sglang.sglang_overlay.srt.environ import settings
+
+    moes = [layer.mlp for layer in moe_layers(model)]
+    return {
+        "told": [layer.layer_id for layer in stage(model) if taker(layer).defers_finalize],
+        "stock_experts": [moe.layer_id for moe in moes if seams().experts_or_deferred(moe, False) is moe.experts],
+        "stock_defers": [moe.layer_id for moe in moes if seams().stock_defers(moe, torch.empty(TOKENS, HIDDEN), False)],
+        "keeps_because": [vars(moe).get("moe_keeps_because") for moe in moes],
+        "enable": settings().enable,
+    }
+
+
+def scenario_kernel_exact(model, spec):
+    """Bundles handed to a layer with SGLang's own kernel, and what they should give, in float64."""
+    from dataclasses import replace
+
+    from sglang.srt.distributed import get_tp_group
+
+    layer, moe = stage(model)[-1], moe_layers(model)[0].mlp
+    workspace = kernel_workspace(model, top_k=3)
+    bundle, residual = random_bundle(layer, spec["rank"], float("nan"))
+    unpadded, _ = random_bundle(layer, spec["rank"], 0.0)
+    sixths = replace(bundle, expert_weights=(torch.arange(3 * TOKENS).view(TOKENS, 3) % 7 + 1) / 6)
+    bundles = {
+        "random": bundle,
+        "sixths": sixths,
+        "longer rows": replace(bundle, gemm2_out=torch.cat([bundle.gemm2_out, bundle.gemm2_out], dim=1)),
+        "declined": bundle,
+    }
+    seen = {}
+    for name, given in bundles.items():
+        workspace.taken.clear()
+        workspace.max_m = 1 if name == "declined" else 64
+        handed = seams()._handed_on(moe, given)
+        with torch.no_grad():
+            out = take(layer, given, residual, handed=handed)
+        exact = replace(unpadded, expert_weights=given.expert_weights)
+        seen[name] = {
+            "out": out, "taken": list(workspace.taken), "kind": type(handed).__name__,
+            "exact": exact_boundary(exact, residual, layer.input_layernorm, get_tp_group().cpu_group),
+        }
+    return seen
 
 
 def random_bundle(layer, rank: int, padding: float, tokens: int = TOKENS):

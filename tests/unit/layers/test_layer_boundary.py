@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_overlay.srt import environ, upstream
+from sglang_overlay.srt import environ
 from sglang_overlay.srt.layers import layer_boundary
-from sglang_overlay.srt.layers.moe.moe_runner import flashinfer_trtllm
 
 
 @pytest.fixture
@@ -41,16 +40,3 @@ def test_a_caller_that_wants_the_pieces_gets_stock_experts(flag):
     moe = SimpleNamespace(experts=experts)
     assert layer_boundary.experts_or_deferred(moe, True) is experts
     assert layer_boundary.stock_defers(moe, None, True) is True
-
-
-def test_trtllm_runners_without_seams_do_not_defer(monkeypatch):
-    """There SGLang's own deferral stays as it is; the overlay's producers would meet a kernel that always finalizes."""
-    experts = SimpleNamespace(
-        moe_runner_config=SimpleNamespace(activation="silu", is_gated=True),
-        w2_weight=SimpleNamespace(shape=(8, 256, 128)), hidden_size_unpadded=256,
-    )
-    reasons = []
-    for base_has_it in (False, True):
-        monkeypatch.setattr(upstream, "has_layer_boundary", lambda: base_has_it)
-        reasons.append(flashinfer_trtllm.unfit_experts(experts))
-    assert reasons[0] == "" and "no seams on this base" in reasons[1]

@@ -149,6 +149,51 @@ def fused_all_reduce_norm(
     return rms_norm(total, weight, eps, 0.0).to(residual.dtype), total.to(residual.dtype)
 
 
+# --------------------------------------------------------------------------- SGLang's own kernel (0.5.23, CuTeDSL)
+
+
+class KernelWorkspace:
+    """FlashInfer's CuTeDSL workspace as SGLang holds it: refuses what FlashInfer 0.7.2 refuses, computes in fp32.
+
+    ``taken`` lists what it finalized, by number of tokens.
+    """
+
+    def __init__(self, hidden: int, top_k: int, eps: float, max_m: int, group: Any) -> None:
+        self.hidden, self.top_k, self.eps, self.max_m, self.group = hidden, top_k, eps, max_m, group
+        self.taken = []
+
+    def supports(self, m: int) -> bool:
+        return 1 <= m <= self.max_m
+
+    def moe_finalize_all_reduce_rms_norm(
+        self, *, routed_output, expert_weights, permuted_indices, gated_shared_output, residual, gamma
+    ):
+        tokens = permuted_indices.shape[0]
+        self._check("input", routed_output, (routed_output.shape[0], self.hidden))
+        self._check("expert_scale_factor", expert_weights, (tokens, self.top_k))
+        self._check("expanded_idx_to_permuted_idx", permuted_indices, (tokens, self.top_k), torch.int32)
+        self._check("shared_expert_output", gated_shared_output, (tokens, self.hidden))
+        self.taken.append(tokens)
+        is_here = permuted_indices != -1
+        assert bool((permuted_indices[is_here] >= 0).all()), "read out of bounds"
+        rows = routed_output[permuted_indices.clamp_min(0).long()].float()
+        weighted = torch.where(is_here[..., None], rows * expert_weights.float()[..., None], 0.0)
+        return self._finish(weighted.sum(1) + gated_shared_output.float(), residual, gamma)
+
+    def all_reduce_residual_rms_norm(self, *, local_contribution, residual, gamma):
+        return self._finish(local_contribution.float(), residual, gamma)
+
+    def _finish(self, own, residual, gamma):
+        total = sum(of_all_ranks(own, self.group)) + residual.float()
+        norm_out, residual_out = (torch.full_like(residual, float("nan")) for _ in range(2))
+        norm_out.copy_(rms_norm(total, gamma, self.eps, 0.0))
+        return norm_out, residual_out.copy_(total)
+
+    def _check(self, name, tensor, shape, dtype=torch.bfloat16):
+        if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {list(shape)} {dtype}, got {tensor if tensor is None else tensor.dtype}")
+
+
 # ------------------------------------------------------------------------------------------------------ all of it
 
 

@@ -13,7 +13,7 @@ FACTOR = 1.5
 BF16_ROUNDING = 2.0**-8  # half a unit in the last of bf16's 8 significant bits
 LOGITS, ROUTED = ["nvfp4", "fp8"], ["nvfp4_routed", "fp8_routed", "mxfp4"]
 CONFIGURATIONS = LOGITS + ROUTED
-DEFERRED = ["forwards", "bundle", "one_expert", "carried", "mutations", "unfit_routing", "unused_output"]
+DEFERRED = ["forwards", "bundle", "one_expert", "more_rows", "carried", "mutations", "unfit_routing", "unused_output"]
 ENABLE = "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE"
 REASONS = {
     "FP8 with one scale per tensor": {"configuration": "fp8", "per_tensor": True, "set": {}},
@@ -64,14 +64,19 @@ def run_worker(tree, runs, folder):
     return workers.run_each(HERE / "trtllm_worker.py", tree, runs, folder, (HERE,))
 
 
-@pytest.fixture(scope="module")
-def seen(overlay_tree, tmp_path_factory):
-    return run_worker(overlay_tree, {**PATCHED, **OFF}, tmp_path_factory.mktemp("patched"))
+@pytest.fixture(scope="module", params=trees.BASES)
+def base(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory):
-    return run_worker(trees.stock_tree(), OFF, tmp_path_factory.mktemp("stock"))
+def seen(base, overlay_tree_of, tmp_path_factory):
+    return run_worker(overlay_tree_of(base), {**PATCHED, **OFF}, tmp_path_factory.mktemp("patched"))
+
+
+@pytest.fixture(scope="module")
+def stock(base, tmp_path_factory):
+    return run_worker(trees.stock_tree(base), OFF, tmp_path_factory.mktemp("stock"))
 
 
 def reference(forward):
@@ -111,6 +116,11 @@ def test_the_bundle_is_what_the_table_says(seen, run):
     assert scale == ("kernel" if run in LOGITS else "top-k")
     assert fields["routed_scaling_factor"] == (FACTOR if run == "mxfp4_factor_left" else 1.0)
     assert fields["gemm2_out"].shape[0] > 15 and fields["gemm2_out"].isnan().any()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_rows_beyond_the_tokens_are_not_taken(seen, name):
+    assert torch.equal(seen[name]["more_rows"], seen[name]["forwards"][5]["plain"]["out"])
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

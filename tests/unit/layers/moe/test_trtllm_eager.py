@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from cpu_serving import trees
 from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
 
@@ -12,8 +14,9 @@ LIMIT_SECONDS = 600
 CONFIGURATIONS, ROUTED, TOKENS = 5, 3, 4
 
 
-def test_the_gpu_tests_without_a_graph_pass_on_a_cpu(overlay_tree):
-    path = os.pathsep.join(map(str, (overlay_tree, *SUPPORT_PATHS)))
+@pytest.mark.parametrize("base", trees.BASES)
+def test_the_gpu_tests_without_a_graph_pass_on_a_cpu(overlay_tree_of, base):
+    path = os.pathsep.join(map(str, (overlay_tree_of(base), *SUPPORT_PATHS)))
     environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_trtllm_stand_in.py"]
     done = subprocess.run(command, cwd=trees.ROOT, env=environment, timeout=LIMIT_SECONDS, capture_output=True, text=True)

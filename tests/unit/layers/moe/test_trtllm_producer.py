@@ -26,6 +26,7 @@ HIDDEN = INTERMEDIATE = 32
 @pytest.fixture(autouse=True)
 def flashinfer(monkeypatch):
     """Install the stand-in as a FlashInfer of a version, for one test."""
+    monkeypatch.setitem(sys.modules, "sglang", None)
     for name in ("flashinfer", "flashinfer.fused_moe", "flashinfer.fused_moe.core"):
         monkeypatch.setitem(sys.modules, name, None)
     trtllm_stand_in.install()

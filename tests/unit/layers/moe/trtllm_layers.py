@@ -140,6 +140,7 @@ def finish_loading(experts, configuration: str) -> None:
     if configuration.startswith("nvfp4"):
         for name in ("g1_scale_c", "g1_alphas", "g2_alphas", "w13_input_scale_quant"):
             setattr(experts, name, constant(torch.ones(experts.num_local_experts)))
+        experts.trtllm_padded_hidden_size = None
     elif configuration == "mxfp4":
         experts.quant_method.flashinfer_mxfp4_moe_precision = "bf16"
         experts.quant_method._register_static_scale_ones(experts)

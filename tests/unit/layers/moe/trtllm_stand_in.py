@@ -33,6 +33,8 @@ import torch.nn.functional as F
 from packaging.version import Version
 
 TILE = 8
+# Rows of weights and index beyond the tokens', which hold NaN, and a row that is not there.
+MORE_ROWS = 0
 ROUTES_LIKE_DEEPSEEK_V3 = 2
 CALLS: list = []
 
@@ -122,10 +124,17 @@ def run(x: torch.Tensor, experts: Experts, routed: Routed, offset: int, do_final
     gemm2_out[torch.where(index < 0, most - 1, index).long()] = rows
     gemm2_out[-1].fill_(float("nan"))
     if not do_finalize:
-        return [gemm2_out, routed.weights, index]
+        return [gemm2_out, *with_more_rows(routed.weights, index)]
     picked = torch.where(index[:, None] < 0, 0.0, gemm2_out[index.clamp_min(0).long()].float())
     finished = (picked.view(-1, top_k, x.shape[1]) * routed.weights.float()[..., None]).sum(1).bfloat16()
     return [finished if output is None else output.copy_(finished)]
+
+
+def with_more_rows(weights: torch.Tensor, index: torch.Tensor) -> tuple:
+    if not MORE_ROWS:
+        return weights, index
+    more = weights.new_full((MORE_ROWS, weights.shape[1]), float("nan"))
+    return torch.cat([weights, more]), torch.cat([index, index.new_full((more.numel(),), 2**30)])
 
 
 def from_fp4(packed: torch.Tensor, scale: Optional[torch.Tensor]) -> torch.Tensor:

@@ -11,13 +11,13 @@ import json
 import logging
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 import trtllm_stand_in
-from cpu_serving import forked
+from cpu_serving import forked, ranks
 from trtllm_layers import (
     CONFIGURATIONS,
     EXPERTS,
@@ -84,11 +84,7 @@ def lines_logged() -> list:
 
 def start_one_rank(spec: dict) -> None:
     """Process groups and flags of a server of one rank."""
-    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs(
@@ -96,13 +92,9 @@ def start_one_rank(spec: dict) -> None:
         disable_cuda_graph=True, skip_tokenizer_init=True, sampling_backend="pytorch", grammar_backend="none",
         disable_shared_experts_fusion=True,
     )
-    publish(args, role="weight_cache_daemon")
+    ranks.publish(args)
     initialize_moe_config()
-    init_distributed_environment(
-        world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{spec['out']}.rendezvous", backend="gloo"
-    )
-    initialize_model_parallel(backend="gloo")
-    initialize_dp_attention(args, ModelConfig(model_path=spec["checkpoint"], dtype="bfloat16"))
+    ranks.join_groups(args, f"file://{spec['out']}.rendezvous")
 
 
 def stand_in_for_cuda() -> None:
@@ -115,7 +107,8 @@ def stand_in_for_cuda() -> None:
     deepseek_v2._is_musa = True
     # The stock finalize is a CUDA kernel.
     stock_finalize.moe_finalize_fuse_shared = finalize_fuse_shared
-    # Streams are CUDA's.
+    # Streams are CUDA's, and graphs.
+    torch.cuda.is_current_stream_capturing = lambda: False
     stream = SimpleNamespace(wait_stream=lambda other: None)
     torch.cuda.current_stream = lambda: stream
     torch.cuda.stream = lambda other: nullcontext()
@@ -226,8 +219,10 @@ def scenario_carried(moe, dequantised, spec) -> dict:
 
     set_routing(moe, 5, spec)
     deferral = deferral_of(moe)
-    deferral.carries_now = True
-    carried = moe.forward_normal_dual_stream(inputs(5))
+    with handing_on(moe, deferral):
+        carried = moe.forward_normal_dual_stream(inputs(5))
+    # A layer boundary carries a bundle in an object of its own.
+    carried = getattr(carried, "output", carried) if has_layer_boundary() else carried
     finalized = finalize(carried)
     in_layer = moe.forward_normal_dual_stream(inputs(5))
     gives_way = not stock_defers(moe, inputs(5))
@@ -236,6 +231,35 @@ def scenario_carried(moe, dequantised, spec) -> dict:
         "is_bundle": is_deferred(carried), "finalized": finalized, "in_layer": in_layer,
         "stock_gives_way": gives_way, "stock_over_budget": over_budget,
     }
+
+
+@contextmanager
+def handing_on(moe, deferral):
+    """As within a decoder layer that has decided to hand its MoE's bundle on."""
+    from sglang.srt.runtime_context import get_forward
+
+    deferral.carries_now, deferral.keeps_because = True, ""
+    if not has_layer_boundary():
+        yield
+        return
+    moe.reduce_results = False
+    with get_forward().scoped(defer_moe_finalize=True):
+        yield
+
+
+def has_layer_boundary() -> bool:
+    from sglang.sglang_overlay.srt.upstream import has_layer_boundary
+
+    return has_layer_boundary()
+
+
+def scenario_more_rows(moe, dequantised, spec) -> dict:
+    """A plain forward of five tokens, of whose kernel weights and index have seven rows."""
+    set_routing(moe, 5, spec)
+    trtllm_stand_in.MORE_ROWS = 2
+    out = moe.forward_normal(inputs(5))
+    trtllm_stand_in.MORE_ROWS = 0
+    return out
 
 
 def scenario_mutations(moe, dequantised, spec) -> dict:

@@ -11,6 +11,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 
+from .links import nvlink_unmet
 from .module import Config, load
 
 # How long a rank waits for a peer before it stops its process. Longer than the longest pause of a healthy rank: on a cold
@@ -52,7 +53,8 @@ class ExchangePlane:
         Collective: on every rank, or on none. Not while a CUDA graph is being captured.
 
         Raises:
-            PlaneUnavailable: on all ranks, where one of them could not compile, allocate or map; names rank and cause.
+            PlaneUnavailable: on all ranks, where one of them could not compile, allocate or map, or has no NVLink to a
+                peer; names rank and cause.
         """
         import torch.distributed as dist
 
@@ -61,7 +63,7 @@ class ExchangePlane:
         offers = _all_gather((own and own.offer, refusal), group, world_size)
         pointers = None
         if not any(refusal for _, refusal in offers):
-            pointers, refusal = _attempt(lambda: own.map_peers([offer.handle for offer, _ in offers], rank))
+            pointers, refusal = _attempt(lambda: own.map_peers([offer for offer, _ in offers], rank))
         # A second round: a peer may have failed to map what this rank offered.
         refusals = _all_gather(refusal, group, world_size)
         if any(refusals):
@@ -87,6 +89,7 @@ class ExchangePlane:
 class _Offer(NamedTuple):
     handle: bytes
     multiprocessors: int
+    uuid: str
 
 
 @dataclass
@@ -101,20 +104,23 @@ class _Part:
     @classmethod
     def allocate(cls, config: Config, max_tokens: int) -> "_Part":
         module = load(config)
-        multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         pointer = module.plane_allocate(module.plane_bytes(max_tokens))
         try:
             handle = bytes(module.plane_export(pointer))
         except Exception:
             module.plane_free(pointer)
             raise
-        return cls(module, pointer, _Offer(handle, multiprocessors))
+        return cls(module, pointer, _Offer(handle, gpu.multi_processor_count, f"GPU-{gpu.uuid}"))
 
-    def map_peers(self, handles: List[bytes], rank: int) -> List[int]:
+    def map_peers(self, offers: List[_Offer], rank: int) -> List[int]:
         pointers = []
-        for peer, handle in enumerate(handles):
+        for peer, offer in enumerate(offers):
             if peer != rank:
-                self.mapped.append(self.module.plane_open(handle))
+                unmet = nvlink_unmet(self.offer.uuid, offer.uuid)
+                if unmet:
+                    raise RuntimeError(unmet)
+                self.mapped.append(self.module.plane_open(offer.handle))
             pointers.append(self.pointer if peer == rank else self.mapped[-1])
         return pointers
 

@@ -5,9 +5,9 @@ are bf16 where the kernel routes by itself, and the caller's own tensor where id
 (FlashInfer 0.6.18, ``fused_moe/core.py``). Routing in the kernel multiplies the routed scaling factor into the
 weights; given weights are taken as they are, whatever factor the call names.
 
-The stock call sites run as they are. Where one of them can only finalize, a patch puts ``deferring`` (or
-``deferring_fp8_routed``) around the name of what it calls, and ``allocating`` around what makes its output; outside a
-deferral those are the stock callees.
+The stock call sites run as they are. Where one of them heeds SGLang's own context for this, that context is entered.
+Where it can only finalize (0.5.20), a patch puts ``deferring`` (or ``deferring_fp8_routed``) around the name of what it
+calls, and ``allocating`` around what makes its output; outside a deferral those are the stock callees.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Optional, Tuple
 import torch
 from packaging.version import InvalidVersion, Version
 
-from ....upstream import trtllm_unmet
+from ....upstream import routed_deferral
 from ..deferred_output import DeferredMoeOutput
 from .row import Producer, Row, bundle_of, dispatch
 
@@ -119,7 +119,7 @@ def bypassed_producer(experts: torch.nn.Module) -> Producer:
         dispatched = dispatch(experts, hidden_states, topk_output, pre_quant_input)
         with flashinfer_trtllm_deferred_finalize_context():
             unfinalized = _run_unfinalized(experts, dispatched)
-        return bundle_of(unfinalized, weights_of(unfinalized), hidden_states.shape, 1.0)
+        return _bundle_of_tokens(unfinalized, weights_of(unfinalized), hidden_states.shape, 1.0)
 
     return produce
 
@@ -132,11 +132,13 @@ def routed_producer(experts: torch.nn.Module) -> Producer:
     factor = experts.moe_runner_config.routed_scaling_factor
     in_weights = experts.should_fuse_routed_scaling_factor_in_topk or factor is None
     scale = 1.0 if in_weights else float(factor)
+    leaving_finalize_out = routed_deferral()
 
     def produce(hidden_states, topk_output, pre_quant_input=None) -> DeferredMoeOutput:
         dispatched = dispatch(experts, hidden_states, topk_output, pre_quant_input)
-        unfinalized = _run_unfinalized(experts, dispatched)
-        return bundle_of(unfinalized, unfinalized.expert_weights, hidden_states.shape, scale)
+        with leaving_finalize_out():
+            unfinalized = _run_unfinalized(experts, dispatched)
+        return _bundle_of_tokens(unfinalized, unfinalized.expert_weights, hidden_states.shape, scale)
 
     return produce
 
@@ -148,7 +150,7 @@ def unfit_experts(experts: torch.nn.Module) -> str:
         return f"activation {config.activation} (gated: {config.is_gated}) in a TRT-LLM kernel"
     if experts.w2_weight.shape[1] != experts.hidden_size_unpadded:
         return "a padded hidden size"
-    return trtllm_unmet()
+    return ""
 
 
 def unfit_fp8(experts: torch.nn.Module) -> str:
@@ -187,8 +189,18 @@ def _run_unfinalized(experts: torch.nn.Module, dispatched: Any) -> Unfinalized:
         returned = experts.run_moe_core(dispatch_output=dispatched).hidden_states
     if deferral.result is not None:
         return deferral.result
-    # The stock NVFP4 call site returns its own class, the result in it untouched.
+    # A stock call site that leaves finalize out by itself returns its own class, the result in it untouched.
     return Unfinalized(returned.gemm2_out, returned.expert_weights, returned.expanded_idx_to_permuted_idx)
+
+
+def _bundle_of_tokens(
+    unfinalized: Unfinalized, expert_weights: torch.Tensor, shape: Tuple[int, int], scale: float
+) -> DeferredMoeOutput:
+    """``bundle_of`` the first T rows of weights and index, where a kernel was run on more rows than there are tokens."""
+    num_pairs = shape[0] * expert_weights.shape[-1]
+    index = unfinalized.expanded_idx_to_permuted_idx.flatten()[:num_pairs]
+    unfinalized = unfinalized._replace(expanded_idx_to_permuted_idx=index)
+    return bundle_of(unfinalized, expert_weights[: shape[0]], shape, scale)
 
 
 def _weights_as_they_are(unfinalized: Unfinalized) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Setting an exchange plane up and giving it back: two ranks as threads, device memory as numbers."""
 
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module
+from sglang_overlay.srt.layers.moe.boundary.links import nvlink_unmet
 from sglang_overlay.srt.layers.moe.boundary.module import Config
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane, PlaneUnavailable
 
@@ -57,9 +59,10 @@ def run(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: local.rank)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: RANKS)
     monkeypatch.setattr("torch.cuda.current_device", lambda: local.rank)
+    monkeypatch.setattr(plane_module, "nvlink_unmet", lambda own, peer: "")
     multiprocessors = {0: 132, 1: 114}
     monkeypatch.setattr(
-        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=multiprocessors[device])
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=multiprocessors[device], uuid=f"uuid{device}")
     )
 
     def run(memory, act):
@@ -122,3 +125,53 @@ def test_a_plane_keeps_to_one_regime(run):
     plane.keep_to(False)
     with pytest.raises(ValueError, match="regime of its first launch"):
         plane.keep_to(True)
+
+
+def test_without_nvlink_no_rank_has_a_plane_and_the_gpus_are_named(run, monkeypatch):
+    monkeypatch.setattr(plane_module, "nvlink_unmet", lambda own, peer: f"no NVLink between {own} and {peer}" if own == "GPU-uuid1" else "")
+    memory = Memory()
+    outcomes = run(memory, create)
+    assert [str(outcome) for outcome in outcomes] == [
+        "the exchange plane could not be set up (rank 1: RuntimeError: no NVLink between GPU-uuid1 and GPU-uuid0)"] * RANKS
+    steps = [what for what, _ in memory.log]
+    assert steps.count("open") == steps.count("close") == 1 and steps.count("allocate") == steps.count("free") == RANKS
+
+
+class Nvml:
+    """pynvml with two GPUs joined and a third on PCIe; by the real package's names."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+
+    def __init__(self):
+        self.open = 0
+
+    def nvmlInit(self):
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert self.open
+        return {"GPU-a": 0, "GPU-b": 1, "GPU-c": 2}[uuid]
+
+    def nvmlDeviceGetP2PStatus(self, one, other, index):
+        assert self.open and index == self.NVML_P2P_CAPS_INDEX_NVLINK
+        return self.NVML_P2P_STATUS_OK if {one, other} == {0, 1} else 5
+
+
+def test_nvlink_is_what_nvml_says(monkeypatch):
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert nvlink_unmet("GPU-a", "GPU-b") == nvlink_unmet("GPU-c", "GPU-c") == ""
+    assert nvlink_unmet("GPU-a", "GPU-c") == "no NVLink between GPU-a and GPU-c (NVML's P2P status 5)"
+    with pytest.raises(KeyError):
+        nvlink_unmet("GPU-a", "GPU-of-another-node")
+    assert nvml.open == 0
+
+
+def test_nvml_has_the_names_that_are_asked():
+    import pynvml  # SGLang requires it, and so do its tests
+
+    assert all(hasattr(pynvml, name) for name in dir(Nvml) if name.lower().startswith("nvml"))
+    assert (pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_STATUS_OK) == (Nvml.NVML_P2P_CAPS_INDEX_NVLINK, Nvml.NVML_P2P_STATUS_OK)

@@ -1,28 +1,18 @@
-"""Serve a small seeded DeepSeek-V3 on NVIDIA GPUs with the stock release and with the overlay, and compare what they say.
-
-    python benchmark/serve_on_gpus.py --stock DIR --overlay DIR --model DIR --tp 2 --out benchmark/results/serve_NAME.json
-
-DIR holds the ``sglang`` package to serve, without and with the overlay applied. CUDA graphs are on. Greedy tokens and logprobs of the same
-prompts are compared with stock's: bit for bit where nothing defers, and as the distance of the logprobs where it does.
-"""
+"""What the benchmarks that serve on NVIDIA GPUs share: how a server is started, fixed prompts, how two servers' answers compare."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
 
-from cpu_serving.server import Configuration, ServerFailed, serve  # noqa: E402
+from cpu_serving.server import Configuration  # noqa: E402
 
 ARGUMENTS = (
     "--dtype bfloat16 --skip-tokenizer-init --attention-backend triton --moe-runner-backend triton --sampling-backend pytorch "
@@ -32,15 +22,6 @@ ARGUMENTS = (
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 ENABLE, FUSION = "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE", "SGLANG_MOE_FINALIZE_FUSION"
 NEW_TOKENS = 32
-
-# name -> (tree, flags); each is compared with the stock one it names last.
-WAYS = {
-    "stock": ("stock", {ENABLE: "0"}, None),
-    "stock again": ("stock", {ENABLE: "0"}, "stock"),
-    "overlay off": ("overlay", {ENABLE: "0"}, "stock"),
-    "overlay eager": ("overlay", {ENABLE: "1", FUSION: "eager"}, "stock"),
-    "overlay auto": ("overlay", {ENABLE: "1"}, "stock"),
-}
 
 
 @dataclass(frozen=True)
@@ -61,18 +42,6 @@ def prompts() -> list[list[int]]:
     """Prompts of 1 to 40 tokens, fixed."""
     return [[(17 * start + 31 * place) % 1000 + 2 for place in range(length)]
             for start, length in enumerate((1, 2, 5, 9, 16, 24, 33, 40))]
-
-
-def observe(configuration: Configuration, log: Path) -> dict:
-    """Everything one server says: each prompt alone, all at once, and its counters."""
-    started = time.monotonic()
-    with serve(configuration, log, start_limit=150) as server:
-        up = time.monotonic() - started
-        alone = [server.generate(prompt, NEW_TOKENS) for prompt in prompts()]
-        together = server.generate_batch(prompts(), NEW_TOKENS)
-        counters = server.moe_finalize()
-    said = [{"tokens": one.tokens, "logprobs": one.logprobs} for one in (*alone, *together)]
-    return {"start_seconds": round(up, 1), "said": said, "counters": counters}
 
 
 def compare(said: list[dict], reference: list[dict]) -> dict:
@@ -96,33 +65,3 @@ def versions() -> dict:
     gpus = subprocess.run(query, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
     return {"gpus": gpus.splitlines(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "python": sys.version.split()[0], "sglang": "0.5.20", "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("stock", "overlay", "model", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    arguments = parser.parse_args()
-    result = {"command": " ".join(sys.argv), "versions": versions(), "tp": arguments.tp, "ways": {}}
-    said = {}
-    for name in arguments.ways:
-        tree, flags, reference = WAYS[name]
-        log = Path(tempfile.gettempdir()) / f"serve-{name.replace(' ', '-')}.log"
-        try:
-            seen = observe(GpuConfiguration(getattr(arguments, tree), arguments.model, arguments.tp, flags), log)
-        except ServerFailed as failure:
-            result["ways"][name] = {"failed": str(failure)[-3000:]}
-            print(name, "FAILED", failure, flush=True)
-            continue
-        said[name] = seen.pop("said")
-        compared = compare(said[name], said[reference]) if reference in said else None
-        result["ways"][name] = {**seen, "against": reference, "compared": compared}
-        print(name, json.dumps(result["ways"][name]), flush=True)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,45 @@
+"""FlashInfer's interleaving of packed 4-bit weights for Hopper's mixed GEMMs, in torch: for hosts where its CUTLASS module is not compiled.
+
+Preparing weights takes one function of that module, which takes minutes to compile. The layout was read off that function's results, as far as the
+mega kernel's shapes need it; the benchmark's exact checks would show a code that is out of place.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+# Bit 3 of each of eight 4-bit codes in a 32-bit word is its sign. The signs of the lower four go up, those of the upper four down.
+SIGN_MOVES = ((0, 4), (1, 8), (2, 12), (3, 16), (4, -16), (5, -12), (6, -8), (7, -4))
+WITHOUT_SIGNS = 0x77777777
+
+
+def interleave(codes: torch.Tensor) -> torch.Tensor:
+    """``[E, N, K/2]`` uint8 in the layout of the GEMM, of the same shape; N a multiple of 16, K of 128."""
+    experts, rows, width = codes.shape
+    halves = codes.contiguous().view(torch.int16).view(experts, rows // 16, 2, 8, width // 32, 2, 2, 4)
+    # expert, block of 16 rows, which 8 of them, row, step along K, product, half of it, word: rows r and r + 8 become neighbours.
+    words = halves.permute(0, 1, 6, 3, 4, 5, 7, 2).contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    moved = words & WITHOUT_SIGNS
+    for code, distance in SIGN_MOVES:
+        sign = words & (8 << 4 * code)
+        moved |= sign << distance if distance > 0 else sign >> -distance
+    signed = torch.where(moved >= 1 << 31, moved - (1 << 32), moved).int()
+    return signed.contiguous().view(torch.uint8).view(experts, rows, width)
+
+
+class _Module:
+    @staticmethod
+    def interleave_moe_weights_for_sm90_mixed_gemm(codes, out, kind) -> None:
+        out.copy_(interleave(codes))
+
+
+@contextmanager
+def interleaving_in_torch():
+    """Within it FlashInfer prepares weights without its CUTLASS module, and can do nothing else that needs it."""
+    from flashinfer.fused_moe import core
+
+    stock, core.get_cutlass_fused_moe_module = core.get_cutlass_fused_moe_module, lambda *_, **__: _Module
+    try:
+        yield
+    finally:
+        core.get_cutlass_fused_moe_module = stock
