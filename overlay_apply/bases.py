@@ -271,5 +271,5 @@ def _unsupported(evidence: Evidence, manifest: Manifest) -> Unsupported:
         f"no patch set is for this SGLang: found {shown} (by {evidence.kind})",
         expected=known,
         found=evidence.to_dict(),
-        remedy=f"use one of {', '.join(known)}, or try one on it with --try-base {known[-1]}",
+        remedy=f"use one of {', '.join(known)}, or see which fits best by `apply.py check TARGET`, and try it with --try-base {' or '.join(known)}",
     )

@@ -31,11 +31,11 @@ _TARGET = typer.Argument(
     None,
     metavar="[TARGET]",
     help="An SGLang checkout, an installed sglang folder, or the folder above it. "
-    "Left out: the pinned release, fetched into build/.",
+    "Left out: the pinned release in build/, which apply, diff and check fetch.",
 )
-_BASE = typer.Option(None, "--base", help="With no TARGET: the base whose release is fetched.")
+_BASE = typer.Option(None, "--base", help="With no TARGET: the base whose release in build/ is meant.")
 _TRY_BASE = typer.Option(None, "--try-base", help="Take the TARGET for this base, whatever its version.")
-_FEATURE = typer.Option(None, "--feature", help="A feature to put in; repeatable. Left out: all.")
+_FEATURE = typer.Option(None, "--feature", help="The features to have in, others are taken out; repeatable. Left out: all.")
 _JSON = typer.Option(False, "--json", help="Print one JSON object and nothing else.")
 
 
@@ -118,7 +118,11 @@ def check(
 
 
 @app.command()
-def features(context: typer.Context, base: Optional[str] = _BASE, json: bool = _JSON) -> int:
+def features(
+    context: typer.Context,
+    base: Optional[str] = typer.Option(None, "--base", help="This base alone."),
+    json: bool = _JSON,
+) -> int:
     """Say what each base has of each patch: ours, upstream's own, or neither."""
     from .features import features as features_of_bases
 

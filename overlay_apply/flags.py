@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -35,7 +36,10 @@ def read_flags(overlay: Path) -> list:
 def _row(flag, module) -> dict:
     fields = {field: getattr(flag, field, None) for field in ("name", "feature", "default", "values", "help")}
     set_to = os.environ.get(fields["name"] or "")
-    return {**fields, "set_to": set_to, "refused": _refused(module, fields["name"], set_to)}
+    refused = _refused(module, fields["name"], set_to)
+    if not refused and set_to and getattr(flag, "is_json_file", False):
+        refused = _unreadable(fields["name"], set_to, fields["default"])
+    return {**fields, "set_to": set_to, "refused": refused}
 
 
 def _refused(module, name: str, set_to: Optional[str]) -> Optional[str]:
@@ -46,4 +50,15 @@ def _refused(module, name: str, set_to: Optional[str]) -> Optional[str]:
         module.parse({name: set_to})
     except module.FlagError as fault:
         return str(fault)
+    return None
+
+
+def _unreadable(name: str, path: str, default: str) -> Optional[str]:
+    """Return why a flag's file cannot be used, as far as that shows without knowing its form; None where it may."""
+    if path.strip().lower() == default:
+        return None
+    try:
+        json.loads(Path(path.strip()).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        return f"{name}={path}: no JSON file ({fault})"
     return None

@@ -68,7 +68,7 @@ def _standings(standings: list) -> None:
     _table(("feature", "is", "why"), ((each["feature"], each["state"], each["why"]) for each in standings))
     parts = [(each["feature"], part) for each in standings for part in each["parts"]]
     if parts:
-        _table(("part of", "which", "here"), ((name, part["part"], _part_state(part)) for name, part in parts))
+        _table(("feature", "part", "on this machine"), ((name, part["part"], _part_state(part)) for name, part in parts))
 
 
 def _part_state(part: dict) -> str:
@@ -116,7 +116,7 @@ def show_check(result: dict) -> None:
         return
     for problem in result["problems"]:
         _error_lines(problem)
-    print("all patches fit" if result["ok"] else f"{len(result['problems'])} problems")
+    print("all patches fit their bases" if result["ok"] else f"{len(result['problems'])} problems")
 
 
 def _nearest(row: dict) -> None:
@@ -162,7 +162,7 @@ def _edit_row(row: dict) -> tuple:
 
 
 def _flag_row(flag: dict) -> tuple:
-    set_to = "(unset)" if flag["set_to"] is None else flag["set_to"]
+    set_to = "(unset)" if flag["set_to"] is None else f"{flag['set_to']}{' (refused)' if flag['refused'] else ''}"
     return flag["name"], set_to, flag["default"], flag["values"]
 
 
@@ -191,6 +191,8 @@ def _pairs(pairs: Iterable) -> None:
 
 
 def _words(value: object) -> str:
+    if isinstance(value, dict) and set(value) == {"kind", "found"}:
+        return f"{value['found']} (by {value['kind']})"
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, (list, tuple)):

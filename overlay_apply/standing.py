@@ -43,18 +43,34 @@ class Standings:
 
     def _row(self, name: str, patches: list) -> dict:
         needs = self.manifest.features.get(name, FeatureNeeds())
+        absent = self._absent(name, patches)
+        if absent in (NOT_HERE, UPSTREAM):
+            return {"feature": name, "state": absent, "why": _WORDS[absent], "missing": [], "parts": []}
         missing = needs.needs.unmet(self.base.name, self.environment)
         parts = {part: each.unmet(self.base.name, self.environment) for part, each in needs.parts.items()}
-        own_flags = [flag for flag in self.flags if flag["feature"] == name]
-        absent = self._absent(name, patches)
-        state, why = (absent, _WORDS[absent]) if absent else _present(needs, own_flags, missing, parts)
-        listed = [{"part": part, "missing": lacks} for part, lacks in parts.items()]
+        state, why = (absent, _WORDS[absent]) if absent else self._present(name, needs, missing, parts)
+        listed = [{"part": part, "missing": [*missing, *lacks]} for part, lacks in parts.items()]
         return {"feature": name, "state": state, "why": why, "missing": missing, "parts": listed}
+
+    def _present(self, name: str, needs: FeatureNeeds, missing: list, parts: dict) -> tuple:
+        """Return (state, why) of a feature that is in."""
+        # All flags are read at once, so that a refused one stops the server whichever feature's it is.
+        refused = [flag["refused"] for flag in self.flags if flag["refused"]]
+        if refused:
+            return REFUSED, f"the server stops at start-up: {refused[0]}"
+        flags = [flag for flag in self.flags if flag["feature"] == name]
+        for flag in flags:
+            if _value(flag) in (_meanings(needs, flag, "off_by") or ()):
+                return OFF, f"by {_shown(flag)}" if flag["set_to"] else f"as {flag['name']} unset means {flag['default']}"
+        lacks = [*missing, *_asked_and_missing(needs, flags, parts)]
+        if lacks:
+            return LACKING, "; ".join(lacks)
+        return ACTIVE, "; ".join(_configuration(needs, flags)) or "nothing it needs is missing"
 
     def _absent(self, name: str, patches: list) -> Optional[str]:
         """Say in which way a feature is not in the tree; None where it is in."""
         receipt, read = self.situation.receipt, self.situation.read_original
-        if self.situation.state == PARTLY:
+        if self.situation.state == PARTLY and patches:
             return PARTLY_IN
         if receipt and name in receipt.features:
             outcomes = {patch["outcome"] for patch in receipt.patches if patch["feature"] == name}
@@ -70,20 +86,6 @@ class Standings:
             yield from (patch for patch in load_patches(self.project.patches, base.name) if patch.feature == name)
 
 
-def _present(needs: FeatureNeeds, flags: list, missing: list, parts: dict) -> tuple:
-    """Return (state, why) of a feature that is in."""
-    refused = [flag["refused"] for flag in flags if flag["refused"]]
-    if refused:
-        return REFUSED, f"the server stops at start-up: {refused[0]}"
-    for flag in flags:
-        if _value(flag) in (_meanings(needs, flag, "off_by") or ()):
-            return OFF, f"by {flag['name']}={flag['set_to']}"
-    lacks = [*missing, *_asked_and_missing(needs, flags, parts)]
-    if lacks:
-        return LACKING, "; ".join(lacks)
-    return ACTIVE, "; ".join(_configuration(needs, flags)) or "nothing it needs is missing"
-
-
 def _asked_and_missing(needs: FeatureNeeds, flags: list, parts: dict) -> Iterable[str]:
     """Yield what is missing of the parts that a flag asks for by name."""
     for flag in flags:
@@ -96,8 +98,11 @@ def _configuration(needs: FeatureNeeds, flags: list) -> Iterable[str]:
     for flag in flags:
         says = (_meanings(needs, flag, "says") or {}).get(_value(flag))
         if says or flag["set_to"]:
-            shown = f"{flag['name']}={_value(flag)}" if flag["set_to"] else f"{flag['name']} unset"
-            yield f"{shown}: {says}" if says else shown
+            yield f"{_shown(flag)}: {says}" if says else _shown(flag)
+
+
+def _shown(flag: dict) -> str:
+    return f"{flag['name']}={_value(flag)}" if flag["set_to"] else f"{flag['name']} unset"
 
 
 def _meanings(needs: FeatureNeeds, flag: dict, kind: str) -> Any:

@@ -18,7 +18,7 @@ FALSE_WORDS = ("0", "false", "no", "n")
 class Flag:
     """One environment variable: what it is called, takes and does.
 
-    ``default`` is what an unset (or empty) variable means, ``values`` the accepted values in words.
+    ``default`` is what an unset (or empty) variable means, ``values`` the accepted values in words; ``is_json_file``: a path.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Flag:
     values: str
     feature: str
     help: str
+    is_json_file: bool = False
 
 
 ENABLE = Flag(
@@ -56,6 +57,7 @@ POLICY = Flag(
     values="a JSON file of measurements; its form: sglang_overlay/srt/layers/moe/boundary/policy.py",
     feature="deferred-finalize",
     help="The table of measurements that auto goes by, in place of the built-in one; the same file on every rank.",
+    is_json_file=True,
 )
 MAX_TOKENS = Flag(
     name="SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS",
@@ -131,7 +133,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
     return Settings(
         enable=_parse_enable(_value(environ, ENABLE)),
         fusion=_parse_fusion(_value(environ, FUSION)),
-        policy=environ.get(POLICY.name, "").strip() or None,
+        policy=None if _value(environ, POLICY) == POLICY.default else environ.get(POLICY.name, "").strip() or None,
         max_tokens=_parse_max_tokens(_value(environ, MAX_TOKENS) or MAX_TOKENS.default),
         triton_ue8m0=_parse_ue8m0(_value(environ, TRITON_UE8M0) or TRITON_UE8M0.default),
         mxfp4_megamoe=_parse_bool(MXFP4_MEGAMOE, _value(environ, MXFP4_MEGAMOE) or MXFP4_MEGAMOE.default),

@@ -25,6 +25,10 @@ def test_enable_takes_the_words_stock_takes(word, enable):
     assert (flags.is_off, flags.by_policy) == (enable == "0", enable == "auto")
 
 
+def test_the_table_of_measurements_is_a_file_or_the_built_in_one():
+    assert parse({POLICY.name: "built-in"}).policy is None
+
+
 @pytest.mark.parametrize("word, choice", [("on", "on"), ("OFF", "off"), (" auto ", "auto"), ("", "auto")])
 def test_ue8m0_takes_on_off_and_auto(word, choice):
     assert parse({TRITON_UE8M0.name: word}).triton_ue8m0 == choice

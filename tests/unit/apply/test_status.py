@@ -126,6 +126,44 @@ def test_a_refused_flag_is_the_features_state(ready, run, project, monkeypatch):
     assert (alpha["state"], alpha["why"]) == ("refused", "the server stops at start-up: not that")
 
 
+def test_any_refused_flag_refuses_every_feature(ready, run, project, monkeypatch):
+    """The overlay parses all of its flags at once."""
+    environ = project.overlay / "srt/environ.py"
+    flags = "class FlagError(ValueError):\n    pass\n\n\ndef parse(environ):\n    raise FlagError('not that')\n"
+    write_tree(project.overlay, {"srt/environ.py": environ.read_text() + "\n\n" + flags})
+    assert run("apply", ready).code == 0
+    monkeypatch.setenv("SGLANG_OVERLAY_TEST_FLAG", "x")
+    assert [standing(run("status", ready, "--json"), name)["state"] for name in ("alpha", "beta")] == ["refused"] * 2
+
+
+def test_parts_need_what_the_feature_needs(ready, run, project):
+    set_features(project, {"alpha": {"packages": {"torch": ">=3"}, "parts": {"any": {}}}})
+    assert run("apply", ready).code == 0
+    alpha = standing(run("status", ready, "--json"), "alpha")
+    assert alpha["parts"] == [{"part": "any", "missing": ["torch >=3 is needed, 2.13.0+cu130 is installed"]}]
+
+
+def test_off_by_default_says_so(ready, run, project):
+    set_features(project, {"alpha": {"flags": {"SGLANG_OVERLAY_TEST_FLAG": {"off_by": ["auto"]}}}})
+    assert run("apply", ready).code == 0
+    assert standing(run("status", ready, "--json"), "alpha")["why"] == "as SGLANG_OVERLAY_TEST_FLAG unset means auto"
+
+
+@pytest.mark.parametrize("value, refused", [("/no/such.json", True), ("built-in", False), ("text", True), ("table", False)])
+def test_a_file_of_measurements_must_be_one(monkeypatch, tmp_path, value, refused):
+    (tmp_path / "text").write_text("not JSON")
+    (tmp_path / "table").write_text("{}")
+    value = str(tmp_path / value) if value in ("text", "table") else value
+    found = list(flags_of_overlay(monkeypatch, "SGLANG_MOE_FINALIZE_POLICY", value))
+    assert [f"SGLANG_MOE_FINALIZE_POLICY={value}: no JSON file" in each for each in found] == [True] * refused
+
+
+def flags_of_overlay(monkeypatch, name, value):
+    """What is refused of the overlay's own flags, with one of them set."""
+    monkeypatch.setenv(name, value)
+    return [flag["refused"] for flag in read_flags(REPOSITORY / "sglang_overlay") if flag["refused"]]
+
+
 def test_upstream_has_a_feature(ready, run):
     """By its patches' own probes, on a clean tree as on an applied one."""
     comm = ready / "sglang/srt/layers/comm.py"
@@ -146,7 +184,8 @@ def test_a_feature_left_out(ready, run):
 def test_a_partly_applied_tree_has_no_active_feature(ready, run):
     write_tree(ready / "sglang", {"sglang_overlay/__init__.py": ""})
     answer = run("status", ready, "--json")
-    assert answer.code == 5 and {each["state"] for each in answer.data["standings"]} == {"partly in"}
+    assert answer.code == 5
+    assert {each["feature"]: each["state"] for each in answer.data["standings"]} == {"alpha": "partly in", "beta": "partly in", "gamma": "not here"}
 
 
 def test_people_get_one_line_for_each_feature(ready, run, machine):
