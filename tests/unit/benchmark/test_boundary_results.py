@@ -75,7 +75,7 @@ def test_from_files(tmp_path):
 
 
 def test_curves(benchmark_module):
-    plot = benchmark_module("plot_boundary")
+    plot = benchmark_module("plot_results")
     found = plot.curves(REPORT, 7168, 8)
     assert list(found) == ["fused", "flashinfer", "separate", "nccl", "sglang", "bound"]
     assert found["fused"] == [(1, 4.00049), (4, 5.0)] and found["sglang"] == [(4, 4.0)] and found["bound"] == [(1, 1.0), (4, 1.0)]
@@ -84,10 +84,33 @@ def test_curves(benchmark_module):
 
 
 def test_ratios(benchmark_module):
-    plot = benchmark_module("plot_boundary")
+    plot = benchmark_module("plot_results")
     even, ahead = {"stock": [100, 102], "arm": [101, 101]}, {"stock": [100, 99], "arm": [110, 110]}
     served = {"speed": {"auto": {"16": [ahead], "4": [even]}, "fused": {"4": [ahead], "16": []}}}
     found = plot.ratios(served)
     assert [batch for batch, _ in found["auto"]] == [4, 16] and found["auto"][0][1]["ratio"] == 1
     assert [batch for batch, _ in found["fused"]] == [4]
     assert plot.spreads(served) == [(4, pytest.approx(0.02)), (16, pytest.approx(0.01))]
+
+
+def test_finalize_curves(benchmark_module):
+    plot = benchmark_module("plot_results")
+    times = {"own_us": 1.0, "peer_us": 2.0}
+    report = {"points": [{"hidden": 64, "top_k": 2, "tokens": tokens, "cold": times, "warm": {**times, "own_us": 0.5}} for tokens in (4, 1)]}
+    found = plot.finalize_curves(report, 64, 2)
+    assert found["own, cold"] == [(1, 1.0), (4, 1.0)] and found["own, warm"] == [(1, 0.5), (4, 0.5)] and found["peer, warm"][0] == (1, 2.0)
+    with pytest.raises(ValueError, match="top_k 8"):
+        plot.finalize_curves(report, 64, 8)
+
+
+def test_scale_ratios(benchmark_module):
+    points = [{"shape": "wide", "tokens": 8, "ratio": 1.01}, {"shape": "wide", "tokens": 1, "ratio": 0.99}]
+    assert benchmark_module("plot_results").scale_ratios({"points": points}) == {"wide": [(1, 0.99), (8, 1.01)]}
+
+
+def test_every_committed_result_that_is_drawn_is_there_with_its_picture(benchmark_module):
+    plot = benchmark_module("plot_results")
+    images = BENCHMARK.parent / "docs" / "images"
+    assert set(plot.COMMITTED) == set(plot.KINDS)
+    assert all((BENCHMARK / "results" / f"{name}.json").is_file() and (images / f"{name}.svg").is_file() for name in plot.COMMITTED.values())
+    assert sorted(file.stem for file in images.iterdir()) == sorted(plot.COMMITTED.values())

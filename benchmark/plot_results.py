@@ -1,10 +1,14 @@
-"""Draw what ``bench_boundary.py`` and ``serve_boundary.py`` measured.
+"""Draw what the benchmarks measured, from their committed results.
 
-    python benchmark/plot_boundary.py benchmark/results/boundary_h200.json [--serve benchmark/results/serve_boundary_h200.json]
+    python benchmark/plot_results.py                   # every picture of the docs
+    python benchmark/plot_results.py --finalize benchmark/results/finalize_h200.json    # one, of any machine
 
-Writes into ``docs/images``: ``NAME.svg``, microseconds per boundary over the number of tokens by every way, and the bound
-(both as ``bench_boundary.py`` defines them), on logarithmic axes; with ``--serve``, ``SERVE_NAME.svg``, decode output of each arm
-over stock's for each batch size, with the least and the largest round, and stock's spread against itself.
+Writes ``NAME.svg`` of each ``NAME.json`` into ``docs/images``:
+
+* boundary: microseconds per layer boundary over the number of tokens by every way, and the bound (both as ``bench_boundary.py`` defines them);
+* serve: decode output of each arm over stock's for each batch size, with the least and the largest round, and stock's spread against itself;
+* finalize: microseconds of the finalize kernel and of SGLang's, with the L2 cache cold and warm;
+* ue8m0: the whole FP8 MoE with power-of-two scales over the same with continuous ones.
 
 Needs matplotlib, which nothing else here does: ``pip install matplotlib``.
 """
@@ -76,6 +80,48 @@ def draw_ratios(results: Mapping, file: Path) -> None:
     _finish(figure, axes, list(batches), file)
 
 
+def finalize_curves(report: Mapping, hidden: int, top_k: int) -> Dict[str, Curve]:
+    """``own`` and ``peer``, each ``cold`` and ``warm`` -> (tokens, microseconds), ascending."""
+    points = [point for point in report["points"] if (point["hidden"], point["top_k"]) == (hidden, top_k)]
+    found: Dict[str, Curve] = {}
+    for point in sorted(points, key=lambda point: point["tokens"]):
+        for cache in ("cold", "warm"):
+            for kernel in ("own", "peer"):
+                found.setdefault(f"{kernel}, {cache}", []).append((point["tokens"], point[cache][f"{kernel}_us"]))
+    if not found:
+        raise ValueError(f"nothing was measured at hidden {hidden}, top_k {top_k}")
+    return found
+
+
+def scale_ratios(report: Mapping) -> Dict[str, Curve]:
+    """Shape of the MoE -> (tokens, power-of-two scales' time over continuous ones'), ascending."""
+    found: Dict[str, Curve] = {}
+    for point in sorted(report["points"], key=lambda point: point["tokens"]):
+        found.setdefault(point["shape"], []).append((point["tokens"], point["ratio"]))
+    return found
+
+
+def draw_finalize(report: Mapping, hidden: int, top_k: int, file: Path) -> None:
+    figure, axes = _axes(f"finalize on {report['device']}, hidden {hidden}, top_k {top_k}", "tokens", "µs per call")
+    found = finalize_curves(report, hidden, top_k)
+    for name, curve in found.items():
+        kernel, cache = name.split(", ")
+        label = f"{'overlay' if kernel == 'own' else 'SGLang'}, L2 {cache}"
+        axes.plot(*zip(*curve), label=label, marker="o", color=f"C{kernel == 'peer':d}", linestyle="-" if cache == "cold" else "--")
+    axes.set_yscale("log")
+    _finish(figure, axes, [tokens for tokens, _ in next(iter(found.values()))], file)
+
+
+def draw_scale_ratios(report: Mapping, file: Path) -> None:
+    figure, axes = _axes(f"Triton FP8 MoE on {report['device']}", "tokens", "power-of-two scales / continuous, time")
+    found = scale_ratios(report)
+    for shape, curve in found.items():
+        axes.plot(*zip(*curve), label=shape, marker="o")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.axhline(1.01, color="black", linewidth=0.8, linestyle=":", label="aim: at most 1.01")
+    _finish(figure, axes, sorted({tokens for curve in found.values() for tokens, _ in curve}), file)
+
+
 def _axes(title: str, across: str, up: str):
     import matplotlib
 
@@ -104,19 +150,32 @@ def _finish(figure, axes, ticks: List[int], file: Path) -> None:
     print(f"{file}: {file.stat().st_size} bytes")
 
 
+KINDS = ("boundary", "serve", "finalize", "ue8m0")
+COMMITTED = {"boundary": "boundary_h200", "serve": "serve_boundary_h200", "finalize": "finalize_h200", "ue8m0": "ue8m0_h200"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("boundary", type=Path, nargs="?", help="the JSON of bench_boundary.py")
-    parser.add_argument("--serve", type=Path, help="the JSON of serve_boundary.py")
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}", type=Path, help=f"a JSON of results (committed: {COMMITTED[kind]}.json)")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="default: docs/images")
     args = parser.parse_args()
-    if args.boundary:
-        report = json.loads(args.boundary.read_text())
-        draw_times(report, args.hidden, args.top_k, args.images / f"{args.boundary.stem}.svg")
-    if args.serve:
-        draw_ratios(json.loads(args.serve.read_text()), args.images / f"{args.serve.stem}.svg")
+    given = {kind: getattr(args, kind) for kind in KINDS if getattr(args, kind)}
+    for kind, file in (given or {kind: ROOT / "benchmark" / "results" / f"{name}.json" for kind, name in COMMITTED.items()}).items():
+        draw(kind, json.loads(file.read_text()), args, args.images / f"{file.stem}.svg")
+
+
+def draw(kind: str, results: Mapping, args: argparse.Namespace, file: Path) -> None:
+    if kind == "boundary":
+        draw_times(results, args.hidden, args.top_k, file)
+    elif kind == "serve":
+        draw_ratios(results, file)
+    elif kind == "finalize":
+        draw_finalize(results, args.hidden, args.top_k, file)
+    else:
+        draw_scale_ratios(results, file)
 
 
 if __name__ == "__main__":
