@@ -8,6 +8,7 @@ from typing import Optional
 
 from . import __version__, diff
 from .bases import Base, Evidence, Manifest, load_manifest
+from .bytecode import hiding
 from .environment import Environment, environment_of
 from .errors import Unsupported, UsageFault
 from .flags import read_flags
@@ -30,7 +31,7 @@ from .situation import (
 from .standing import Standings, packages
 from .state import BYTECODE, Change, FileChange, Receipt, Store, locked
 from .target import Target, locate
-from .transaction import commit, edited_since, recover
+from .transaction import commit, edited_since, is_left, recover
 
 NOTHING = "nothing to do"
 
@@ -267,17 +268,19 @@ def _is_nothing(change: Change) -> bool:
 
 
 def _way_back(situation: Situation, leave: set) -> tuple:
-    """Return (change, contents) from what is there now to the original files."""
+    """Return (change, contents) from what is there now to the original files; those in `leave` stay, and nothing compiled hides them."""
     contents: dict = {}
     files = []
     for file in reversed(situation.receipt.files):
-        if file.path in leave:
+        if is_left(file, leave):
             continue
         now = current(situation.target, file.path, contents)
         if file.before:
             contents[file.before.sha256] = situation.bytes_of(file.before.sha256)
         if (now and now.sha256) != (file.before and file.before.sha256):
             files.append(FileChange(file.path, file.kind, now, file.before))
+    for path in (path for source in sorted(leave) for path in hiding(situation.target.root, source)):
+        files.append(FileChange(path, BYTECODE, current(situation.target, path, contents), None))
     dirs = situation.receipt.dirs[::-1]
     return Change(files, [], dirs, situation.receipt_on_disk(), None), contents
 
