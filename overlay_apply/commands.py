@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -19,6 +20,7 @@ from .project import Project
 from .situation import (
     APPLIED,
     CLEAN,
+    MODIFIED,
     NO_RECEIPT,
     PARTLY,
     UNSUPPORTED,
@@ -27,9 +29,10 @@ from .situation import (
     current,
     edited_fault,
     look,
+    way_on,
 )
 from .standing import Standings, packages
-from .state import BYTECODE, Change, FileChange, Receipt, Store, locked
+from .state import BYTECODE, PATCHED, Change, FileChange, Receipt, Store, locked
 from .target import Target, locate
 from .transaction import commit, edited_since, is_left, recover
 
@@ -117,8 +120,8 @@ def status(request: Request, python: Optional[Path] = None) -> dict:
 def revert(request: Request, keep_edited: bool = False) -> dict:
     """Take the overlay out, byte for byte.
 
-    Raises Interfered if a patched file was edited since (unless `keep_edited`), Refused if the
-    file system says no.
+    Raises Interfered if a patched file was edited, or SGLang replaced, since (unless `keep_edited`),
+    Refused if the file system says no.
     """
     manifest = load_manifest(request.project.patches)
     target = _target(request, manifest, fetching=False)
@@ -133,7 +136,8 @@ def revert(request: Request, keep_edited: bool = False) -> dict:
             situation.insist_on_whole()
         edited = situation.edited()
         if edited and not keep_edited:
-            raise edited_fault(edited)
+            raise situation.fault_since()
+        replaced_by = situation.replaced_by()
         files = []
         if situation.receipt:
             change, contents = _way_back(situation, set(edited))
@@ -145,7 +149,7 @@ def revert(request: Request, keep_edited: bool = False) -> dict:
         **_head("revert", target),
         "outcome": "reverted" if files or recovered else NOTHING,
         "files": [{"file": file.path, "kind": file.kind} for file in files],
-        "left": sorted({*left, *edited}),
+        **_not_put_back(situation, {*left, *edited}, replaced_by),
         "left_dirs": _left_dirs(situation),
     }
 
@@ -301,6 +305,24 @@ def _check_writable(target: Target, change: Change) -> None:
         target.check_writable(file.path)
 
 
+def _not_put_back(situation: Situation, paths: set, replaced_by: Optional[str]) -> dict:
+    """Tell the files that a revert left: with somebody's edits, removed by somebody, or another SGLang's."""
+    if replaced_by:
+        paths = paths - {file.path for file in situation.receipt.files if file.kind == PATCHED}
+    gone = sorted(path for path in paths if not (situation.target.root / path).exists())
+    notes = [f"not put back, since it was removed: {path}; reinstall sglang (or `git checkout` it) to have it again" for path in gone]
+    if replaced_by:
+        notes.append(f"SGLang was replaced by {replaced_by} since the overlay was put in: its files are as they were; `apply` puts it in again")
+    return {"left": sorted(paths.difference(gone)), "gone": gone, "replaced_by": replaced_by, "notes": _told(notes)}
+
+
+def _told(notes: list) -> list:
+    """Tell notes on the way, whatever form the result is shown in, and return them."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return notes
+
+
 def _left_dirs(situation: Situation) -> list:
     """Return the overlay's directories that stay because somebody else's files are in them."""
     dirs = situation.receipt.dirs if situation.receipt else []
@@ -350,6 +372,9 @@ def _notes(situation: Situation, state: str) -> list:
     """Say what to do next, where it is not plain."""
     if state == PARTLY:
         return [situation.way_back()]
+    version = situation.replaced_by() if state == MODIFIED else None
+    if version:
+        return [f"SGLang was replaced by {version} since the overlay was put in: {way_on(version)}"]
     if state == NO_RECEIPT:
         return ["`apply` writes the receipt; `revert` works as it is"]
     if state == CLEAN and situation.store.exists():
