@@ -101,6 +101,27 @@ def test_a_removed_file_is_not_said_to_be_left(run, package):
     assert f"note: not put back, since it was removed: {NET_FILE}" in answer.err
 
 
+@pytest.mark.parametrize("below", ["", "sglang"])
+@pytest.mark.parametrize("command", ["status", "apply", "revert"])
+def test_leftovers_after_sglang_was_uninstalled_are_told_as_such(run, package, command, below):
+    assert run("apply", package).code == 0
+    for name in ("srt", "__init__.py"):
+        path = package / "sglang" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    error = run(command, package / below, "--json").data["error"]
+    assert error["kind"] == "unsupported" and "leftovers of the overlay" in error["message"]
+    assert error["remedy"] == f"delete {package / 'sglang'}; or reinstall the same version of sglang, and revert"
+
+
+def test_leftovers_beside_other_files_are_named_one_by_one(run, package):
+    assert run("apply", package).code == 0
+    (package / "sglang/__init__.py").unlink()
+    ours = [str(package / "sglang" / name) for name in ("sglang_overlay", ".sglang_overlay_state")]
+    assert f"delete {' and '.join(ours)};" in run("revert", package).err
+    shutil.rmtree(ours[1])
+    assert "not an SGLang tree" in run("revert", package).err
+
+
 @pytest.mark.parametrize("name", ["receipt.json", "journal.json"])
 @pytest.mark.parametrize("text", ['{"format": 1}', '{"format": 1, "files": 5}', "[]", "3", '{"format": 99}'])
 @pytest.mark.parametrize("command", ["status", "apply", "revert"])
