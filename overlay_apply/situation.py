@@ -146,7 +146,7 @@ class Situation:
         if self.state == PARTLY:
             raise Interfered(
                 "the tree is partly applied",
-                file=str(self.store.journal_file if self.journal else self.target.overlay),
+                file=self._where_partly(),
                 expected="a tree without the overlay, or with all of it",
                 found=self._what_is_left(),
                 remedy=self.way_back(),
@@ -154,6 +154,11 @@ class Situation:
         fault = self.fault_since()
         if fault:
             raise fault
+
+    def _where_partly(self) -> str:
+        if self.journal:
+            return str(self.store.journal_file)
+        return str(self.target.overlay) if self.target.overlay.exists() else self.callers[0]
 
     def _what_is_left(self) -> str:
         if self.journal:
@@ -166,6 +171,11 @@ class Situation:
         """Say how a partly applied tree is put right."""
         if self.journal:
             return "run `apply.py revert`, or `apply.py apply` again"
+        if not self.target.overlay.exists():
+            return (
+                f"take the imports of {OVERLAY_NAME}, and the calls of what they bring, out of {', '.join(self.callers)}; "
+                "or restore what was there before the overlay (`git checkout`, or reinstall sglang)"
+            )
         return (
             "take the patch back the way it came in (`git apply -R` on the same diff), or remove "
             f"{self.target.overlay} and restore the patched files (`git checkout`, or reinstall sglang)"

@@ -33,6 +33,10 @@ def test_what_keep_edited_leaves_is_not_clean(run, package):
     assert run("revert", package, "--keep-edited").code == 0
     status = run("status", package, "--json")
     assert (status.code, status.data["state"]) == (5, "partly applied")
+    for command in ("revert", "apply"):
+        error = run(command, package, "--json").data["error"]
+        assert error["file"] == NET_FILE and f"out of {NET_FILE}" in error["remedy"] and "reinstall sglang" in error["remedy"]
+        assert "remove" not in error["remedy"]
 
 
 NEWER = {"_version.py": "__version__ = '0.5.21'\n", "srt/models/net.py": "NEWER = 1\n", "srt/layers/comm.py": "NEWER = 2\n"}
