@@ -115,10 +115,11 @@ def _result(rows: list, problems: list) -> dict:
 
 
 def _try(place: Place, patches: list) -> tuple:
-    """Return one row for each edit, and what is wrong with the files as they would be, where all edits fit."""
+    """Return one row for each edit, and what is wrong with each file as it would be, where all edits of it fit."""
     sources, splices, reports, outcomes = fit(place.read, patches, features_of(patches))
     faults = []
-    for file in splices if all(report.fits for report in reports) else ():
+    drifted = {report.file for report in reports if not report.fits}
+    for file in (file for file in splices if file not in drifted):
         try:
             rendered_whole(sources[file], splices[file])
         except PatchFault as fault:

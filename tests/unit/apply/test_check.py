@@ -146,6 +146,26 @@ def test_a_fix_that_names_what_is_not_there(run, project, package):
     assert snapshot(package) == before
 
 
+def test_a_fix_that_names_what_is_not_there_is_told_beside_drift_in_another_file(run, project, package):
+    text = PATCHES["net-close"].replace("fix: closing(self, $$$ARGS)", "fix: closing(self, rest, $$$ARGS)")
+    write_tree(project.patches / "v0.5.20", {"net-close.yml": text})
+    moved = {"srt/models/net.py": NET.replace("*rest", "*others"), "srt/layers/comm.py": COMM.replace("variant", "kind")}
+    write_tree(package / "sglang", moved)
+    set_version(package, "0.5.21")
+    problems = run("check", package, "--json").data["problems"]
+    assert [(problem["kind"], problem["file"]) for problem in problems] == [("drift", "srt/layers/comm.py"), ("patch-data", "srt/models/net.py")]
+    assert "names what is not defined there: rest" in run("check", package).err
+
+
+def test_drift_in_a_file_hides_what_its_other_edits_would_make_of_it(run, project, package):
+    """Half of a file's edits prove nothing about the whole."""
+    text = PATCHES["net-close"].replace("fix: closing(self, $$$ARGS)", "fix: closing(self, rest, $$$ARGS)")
+    write_tree(project.patches / "v0.5.20", {"net-close.yml": text})
+    write_tree(package / "sglang", {"srt/models/net.py": NET.replace("*rest", "*others").replace("experts", "blocks")})
+    set_version(package, "0.5.21")
+    assert {problem["kind"] for problem in run("check", package, "--json").data["problems"]} == {"drift"}
+
+
 @pytest.mark.parametrize(
     "source, names",
     [
