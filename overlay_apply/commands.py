@@ -64,6 +64,7 @@ def apply(request: Request, dry_run: bool = False) -> dict:
     situation.insist_on_whole()
     plan, receipt = _planned(request, manifest, situation)
     change, contents = _step(situation, plan, receipt)
+    notes = _notes_on_lost(request, situation, base_by_name(manifest, receipt.base))
     if _is_nothing(change):
         outcome = NOTHING
     elif dry_run:
@@ -82,6 +83,7 @@ def apply(request: Request, dry_run: bool = False) -> dict:
         "edits": [edit.to_dict() for edit in plan.edits],
         "files": [{"file": file.path, "kind": file.kind} for file in change.files],
         "tried": request.try_base is not None,
+        "notes": _told(notes),
     }
 
 
@@ -265,6 +267,17 @@ def _step(situation: Situation, plan: Plan, receipt: Receipt) -> tuple:
         receipt_after=after,
     )
     return change, contents
+
+
+def _notes_on_lost(request: Request, situation: Situation, base: Base) -> list:
+    """Say which names the overlay imports that a tree taken for a base has not, where that base's release was fetched before."""
+    if request.try_base is None:
+        return []
+    from .borrowed import lost_of  # only a tried base needs it
+
+    lost = lost_of(request.project, base, situation.read_original)
+    notes = [f"the overlay imports {row['name']} (in {', '.join(row['by'])}), which {base.name} has and this SGLang has not" for row in lost or ()]
+    return [*notes, "what needs these names fails when it is imported or run; `revert` takes the overlay out"] if notes else []
 
 
 def _is_nothing(change: Change) -> bool:
