@@ -10,10 +10,18 @@ import ast
 from pathlib import Path
 from typing import Dict, Iterator, List, Optional, Tuple
 
-from .bases import Reader
+from .bases import Base, Reader
+from .fetch import kept_reader
+from .project import Project
 
 _PACKAGE = "sglang."
 _OURS = "sglang.sglang_overlay"
+
+
+def lost_of(project: Project, base: Base, read: Reader) -> Optional[List[dict]]:
+    """Return what the overlay borrows of a base's release that a tree has no longer; None where the release was never fetched."""
+    read_base = kept_reader(project, base.release)
+    return lost(project.overlay, read, read_base) if read_base else None
 
 
 def lost(overlay: Path, read: Reader, read_base: Reader) -> List[dict]:
@@ -60,8 +68,16 @@ class Modules:
             place = module[len(_PACKAGE) :].replace(".", "/")
             data = self._read(f"{place}.py")
             data = self._read(f"{place}/__init__.py") if data is None else data
-            self._names[module] = None if data is None else set(_top_names(ast.parse(data).body))
+            self._names[module] = None if data is None else _names_in(data)
         return self._names[module]
+
+
+def _names_in(data: bytes) -> set:
+    """Return the names at the top level of a module; any, where this Python cannot read it."""
+    try:
+        return set(_top_names(ast.parse(data).body))
+    except (SyntaxError, ValueError):
+        return {"*"}
 
 
 def _top_names(body: List[ast.stmt]) -> Iterator[str]:

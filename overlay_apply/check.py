@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import List, Optional
 
 from .bases import Base, Manifest, Reader, digest_lf, load_manifest
-from .borrowed import lost
+from .borrowed import lost_of
 from .commands import Request
 from .errors import OverlayError, PatchFault, Unsupported
-from .fetch import fetch_wheel, kept_reader, wheel_reader
+from .fetch import fetch_wheel, wheel_reader
 from .nearest import Tree, nearest
 from .patches import features_of, load_patches, load_series
 from .plan import UPSTREAM, fit, rendered_whole
@@ -66,7 +66,7 @@ def _check_tree(request: Request, manifest: Manifest) -> dict:
     best_rows, faults = tried[best.name]
     problems = [_misfit(row) for row in best_rows if row["outcome"] == DRIFTED] + faults
     rows = [row for base in bases for row in tried[base.name][0]]
-    names = _lost(request, best, situation)
+    names = lost_of(request.project, best, situation.read_original)
     problems += [_lost_name(row, str(target.root), best) for row in names or ()]
     return {**_result(rows, problems), "evidence": evidence, "best": best.name, "lost": names}
 
@@ -74,12 +74,6 @@ def _check_tree(request: Request, manifest: Manifest) -> dict:
 def _distance(rows: list, faults: list) -> int:
     """Count what keeps a base from a tree: also edits that upstream made idle, since the others were written to go with them."""
     return sum(not row["fits"] for row in rows) + len(faults)
-
-
-def _lost(request: Request, base: Base, situation: Situation) -> Optional[list]:
-    """Return what the overlay borrows of the base's release that a tree has no longer; None where the release was never fetched."""
-    read_base = kept_reader(request.project, base.release)
-    return lost(request.project.overlay, situation.read_original, read_base) if read_base else None
 
 
 def _bases_for(situation: Situation, manifest: Manifest, try_base: Optional[str]) -> tuple:
@@ -115,10 +109,11 @@ def _result(rows: list, problems: list) -> dict:
 
 
 def _try(place: Place, patches: list) -> tuple:
-    """Return one row for each edit, and what is wrong with the files as they would be, where all edits fit."""
+    """Return one row for each edit, and what is wrong with each file as it would be, where all edits of it fit."""
     sources, splices, reports, outcomes = fit(place.read, patches, features_of(patches))
     faults = []
-    for file in splices if all(report.fits for report in reports) else ():
+    drifted = {report.file for report in reports if not report.fits}
+    for file in (file for file in splices if file not in drifted):
         try:
             rendered_whole(sources[file], splices[file])
         except PatchFault as fault:

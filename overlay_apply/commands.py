@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
 from . import __version__, diff
 from .bases import Base, Evidence, Manifest, load_manifest
+from .bytecode import hiding
 from .environment import Environment, environment_of
 from .errors import Unsupported, UsageFault
 from .flags import read_flags
@@ -18,6 +20,7 @@ from .project import Project
 from .situation import (
     APPLIED,
     CLEAN,
+    MODIFIED,
     NO_RECEIPT,
     PARTLY,
     UNSUPPORTED,
@@ -26,11 +29,12 @@ from .situation import (
     current,
     edited_fault,
     look,
+    way_on,
 )
 from .standing import Standings, packages
-from .state import BYTECODE, Change, FileChange, Receipt, Store, locked
+from .state import BYTECODE, PATCHED, Change, FileChange, Receipt, Store, locked
 from .target import Target, locate
-from .transaction import commit, edited_since, recover
+from .transaction import commit, edited_since, is_left, recover
 
 NOTHING = "nothing to do"
 
@@ -60,6 +64,7 @@ def apply(request: Request, dry_run: bool = False) -> dict:
     situation.insist_on_whole()
     plan, receipt = _planned(request, manifest, situation)
     change, contents = _step(situation, plan, receipt)
+    notes = _notes_on_lost(request, situation, base_by_name(manifest, receipt.base))
     if _is_nothing(change):
         outcome = NOTHING
     elif dry_run:
@@ -78,6 +83,7 @@ def apply(request: Request, dry_run: bool = False) -> dict:
         "edits": [edit.to_dict() for edit in plan.edits],
         "files": [{"file": file.path, "kind": file.kind} for file in change.files],
         "tried": request.try_base is not None,
+        "notes": _told(notes),
     }
 
 
@@ -116,8 +122,8 @@ def status(request: Request, python: Optional[Path] = None) -> dict:
 def revert(request: Request, keep_edited: bool = False) -> dict:
     """Take the overlay out, byte for byte.
 
-    Raises Interfered if a patched file was edited since (unless `keep_edited`), Refused if the
-    file system says no.
+    Raises Interfered if a patched file was edited, or SGLang replaced, since (unless `keep_edited`),
+    Refused if the file system says no.
     """
     manifest = load_manifest(request.project.patches)
     target = _target(request, manifest, fetching=False)
@@ -132,7 +138,8 @@ def revert(request: Request, keep_edited: bool = False) -> dict:
             situation.insist_on_whole()
         edited = situation.edited()
         if edited and not keep_edited:
-            raise edited_fault(edited)
+            raise situation.fault_since()
+        replaced_by = situation.replaced_by()
         files = []
         if situation.receipt:
             change, contents = _way_back(situation, set(edited))
@@ -144,7 +151,7 @@ def revert(request: Request, keep_edited: bool = False) -> dict:
         **_head("revert", target),
         "outcome": "reverted" if files or recovered else NOTHING,
         "files": [{"file": file.path, "kind": file.kind} for file in files],
-        "left": sorted({*left, *edited}),
+        **_not_put_back(situation, {*left, *edited}, replaced_by),
         "left_dirs": _left_dirs(situation),
     }
 
@@ -262,22 +269,35 @@ def _step(situation: Situation, plan: Plan, receipt: Receipt) -> tuple:
     return change, contents
 
 
+def _notes_on_lost(request: Request, situation: Situation, base: Base) -> list:
+    """Say which names the overlay imports that a tree taken for a base has not, where that base's release was fetched before."""
+    if request.try_base is None:
+        return []
+    from .borrowed import lost_of  # only a tried base needs it
+
+    lost = lost_of(request.project, base, situation.read_original)
+    notes = [f"the overlay imports {row['name']} (in {', '.join(row['by'])}), which {base.name} has and this SGLang has not" for row in lost or ()]
+    return [*notes, "what needs these names fails when it is imported or run; `revert` takes the overlay out"] if notes else []
+
+
 def _is_nothing(change: Change) -> bool:
     return not change.files and change.receipt_before == change.receipt_after
 
 
 def _way_back(situation: Situation, leave: set) -> tuple:
-    """Return (change, contents) from what is there now to the original files."""
+    """Return (change, contents) from what is there now to the original files; those in `leave` stay, and nothing compiled hides them."""
     contents: dict = {}
     files = []
     for file in reversed(situation.receipt.files):
-        if file.path in leave:
+        if is_left(file, leave):
             continue
         now = current(situation.target, file.path, contents)
         if file.before:
             contents[file.before.sha256] = situation.bytes_of(file.before.sha256)
         if (now and now.sha256) != (file.before and file.before.sha256):
             files.append(FileChange(file.path, file.kind, now, file.before))
+    for path in (path for source in sorted(leave) for path in hiding(situation.target.root, source)):
+        files.append(FileChange(path, BYTECODE, current(situation.target, path, contents), None))
     dirs = situation.receipt.dirs[::-1]
     return Change(files, [], dirs, situation.receipt_on_disk(), None), contents
 
@@ -296,6 +316,24 @@ def _commit(request: Request, target: Target, change: Change, contents: dict) ->
 def _check_writable(target: Target, change: Change) -> None:
     for file in change.files:
         target.check_writable(file.path)
+
+
+def _not_put_back(situation: Situation, paths: set, replaced_by: Optional[str]) -> dict:
+    """Tell the files that a revert left: with somebody's edits, removed by somebody, or another SGLang's."""
+    if replaced_by:
+        paths = paths - {file.path for file in situation.receipt.files if file.kind == PATCHED}
+    gone = sorted(path for path in paths if not (situation.target.root / path).exists())
+    notes = [f"not put back, since it was removed: {path}; reinstall sglang (or `git checkout` it) to have it again" for path in gone]
+    if replaced_by:
+        notes.append(f"SGLang was replaced by {replaced_by} since the overlay was put in: its files are as they were; `apply` puts it in again")
+    return {"left": sorted(paths.difference(gone)), "gone": gone, "replaced_by": replaced_by, "notes": _told(notes)}
+
+
+def _told(notes: list) -> list:
+    """Tell notes on the way, whatever form the result is shown in, and return them."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return notes
 
 
 def _left_dirs(situation: Situation) -> list:
@@ -347,6 +385,9 @@ def _notes(situation: Situation, state: str) -> list:
     """Say what to do next, where it is not plain."""
     if state == PARTLY:
         return [situation.way_back()]
+    version = situation.replaced_by() if state == MODIFIED else None
+    if version:
+        return [f"SGLang was replaced by {version} since the overlay was put in: {way_on(version)}"]
     if state == NO_RECEIPT:
         return ["`apply` writes the receipt; `revert` works as it is"]
     if state == CLEAN and situation.store.exists():

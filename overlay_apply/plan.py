@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Callable, Iterable, Optional
 
 from . import OVERLAY_NAME
+from .bytecode import compiled_of, is_unchecked
 from .errors import Drift, Interfered, PatchFault, Refused
 from .fs import FileState, sha256
 from .patches import Edit, Patch
@@ -19,7 +20,6 @@ NEW_FILE_MODE = 0o644
 UPSTREAM = "upstream has it"
 
 _LEFT_OUT = {"__pycache__", "tests"}
-_UNCHECKED_PYC = 0b01  # PEP 552: named by a source hash, and never compared with the source
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,9 @@ def rendered_whole(source: Source, splices: list) -> bytes:
 
 def _add_unchecked_bytecode(plan: Plan, target: Target, path: str, originals: Originals) -> None:
     """Take away compiled files that Python would go on using although the source changed."""
-    source = PurePosixPath(path)
-    for cached in sorted((target.root / source.parent / "__pycache__").glob(f"{source.stem}.*.pyc")):
-        name = cached.relative_to(target.root).as_posix()
+    for name in compiled_of(target.root, path):
         found = originals(name)
-        if found and len(found[0]) >= 8 and int.from_bytes(found[0][4:8], "little") == _UNCHECKED_PYC:
+        if found and is_unchecked(found[0]):
             plan.add(name, BYTECODE, found, None)
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Optional
 
 from . import OVERLAY_NAME
 from .adopt import recognise
 from .bases import Base, Evidence, Manifest, detect
-from .errors import Interfered, UsageFault
+from .errors import Interfered, Unsupported, UsageFault
 from .fs import FileState, read_file, sha256, state_of
 from .project import Project
-from .state import BYTECODE, Change, Receipt, Store
+from .state import BYTECODE, PATCHED, Change, FileChange, Receipt, Store
 from .target import Target
 
 CLEAN, APPLIED, NO_RECEIPT = "clean", "applied", "applied (no receipt)"
 PARTLY, MODIFIED, UNSUPPORTED = "partly applied", "modified since", "unsupported"
+
+_CALL = f".{OVERLAY_NAME}.".encode()
+_VERSION = re.compile(r"v?[0-9]")
 
 
 @dataclass
@@ -31,6 +35,7 @@ class Situation:
     """Whether the receipt is on disk, or was only worked out."""
     callers: list = field(default_factory=list)
     """Without a receipt: the files that call the overlay all the same."""
+    manifest: Optional[Manifest] = None
 
     @property
     def state(self) -> str:
@@ -56,6 +61,47 @@ class Situation:
     def edited(self) -> list:
         """Return the paths of the files that hold somebody's later edits."""
         return [entry["file"] for entry in self.changed() if entry["now"] != "as before apply"]
+
+    def replaced_by(self) -> Optional[str]:
+        """Return the version of the SGLang that took the place of the patched one since, or None.
+
+        Its files call the overlay nowhere; those that somebody edited still do.
+        """
+        patched = [file for file in self.receipt.files if file.kind == PATCHED] if self.receipt else []
+        if not any(self._is_others(file) for file in patched) or any(self._is_ours(file) for file in patched):
+            return None
+        version = self._version_now()
+        base = base_by_name(self.manifest, self.receipt.base)
+        return None if base and version == base.version else version
+
+    def _is_others(self, file: FileChange) -> bool:
+        """Tell whether a file is neither as before apply nor as after it."""
+        return _digest(state_of(self.target.root / file.path)) not in (_digest(file.before), _digest(file.after))
+
+    def _is_ours(self, file: FileChange) -> bool:
+        now = read_file(self.target.root / file.path)
+        return now is not None and (sha256(now[0]) == _digest(file.after) or _CALL in now[0])
+
+    def _version_now(self) -> Optional[str]:
+        """Return the tree's own version as it is by now; None where nothing says it."""
+
+        def read(file: str) -> Optional[bytes]:
+            now = read_file(self.target.package / file)
+            return now and now[0]
+
+        try:
+            return detect(self.target, self.manifest, read)[0].version
+        except Unsupported as fault:
+            found = fault.found["found"]
+            return found if _VERSION.match(found) else None
+
+    def fault_since(self) -> Optional[Interfered]:
+        """Return the failure for files that are neither the overlay's nor as before it, or None."""
+        edited = self.edited()
+        if not edited:
+            return None
+        version = self.replaced_by()
+        return _replaced_fault(edited, self.receipt.base, version) if version else edited_fault(edited)
 
     def original(self, path: str) -> Optional[tuple]:
         """Return (bytes, mode) of a file as it was before any patch, or None. Raises Interfered."""
@@ -100,14 +146,19 @@ class Situation:
         if self.state == PARTLY:
             raise Interfered(
                 "the tree is partly applied",
-                file=str(self.store.journal_file if self.journal else self.target.overlay),
+                file=self._where_partly(),
                 expected="a tree without the overlay, or with all of it",
                 found=self._what_is_left(),
                 remedy=self.way_back(),
             )
-        edited = self.edited()
-        if edited:
-            raise edited_fault(edited)
+        fault = self.fault_since()
+        if fault:
+            raise fault
+
+    def _where_partly(self) -> str:
+        if self.journal:
+            return str(self.store.journal_file)
+        return str(self.target.overlay) if self.target.overlay.exists() else self.callers[0]
 
     def _what_is_left(self) -> str:
         if self.journal:
@@ -120,10 +171,34 @@ class Situation:
         """Say how a partly applied tree is put right."""
         if self.journal:
             return "run `apply.py revert`, or `apply.py apply` again"
+        if not self.target.overlay.exists():
+            return (
+                f"take the imports of {OVERLAY_NAME}, and the calls of what they bring, out of {', '.join(self.callers)}; "
+                "or restore what was there before the overlay (`git checkout`, or reinstall sglang)"
+            )
         return (
             "take the patch back the way it came in (`git apply -R` on the same diff), or remove "
             f"{self.target.overlay} and restore the patched files (`git checkout`, or reinstall sglang)"
         )
+
+
+def way_on(version: str) -> str:
+    """Say what to do with a tree whose SGLang was replaced while the overlay was in it."""
+    return (
+        f"`revert --keep-edited` takes out what is left of the overlay and leaves the files of {version} as they are; "
+        "then `apply` again"
+    )
+
+
+def _replaced_fault(files: list, base: str, version: str) -> Interfered:
+    return Interfered(
+        f"SGLang was replaced by {version} since the overlay was put in; nothing was written",
+        file=files[0],
+        expected=f"the file of {base}, as the overlay wrote it",
+        found=f"that of {version}",
+        remedy=way_on(version),
+        details=[{"replaced": path} for path in files],
+    )
 
 
 def edited_fault(edited: list) -> Interfered:
@@ -145,7 +220,7 @@ def look(target: Target, project: Project, manifest: Manifest, store: Optional[S
     Raises Interfered if its state folder is damaged or belongs to another place.
     """
     store = store or Store(target)
-    situation = Situation(target, store, store.journal(), store.receipt())
+    situation = Situation(target, store, store.journal(), store.receipt(), manifest=manifest)
     receipt = situation.receipt
     if receipt is not None and receipt.prefix != target.prefix:
         raise Interfered(
@@ -169,7 +244,7 @@ def _callers(target: Target, manifest: Manifest) -> list:
     """Return the patched files of any base that call the overlay: without it they cannot be imported."""
     paths = {target.in_package(file) for base in manifest.bases for file in base.files}
     texts = {path: read_file(target.root / path) for path in sorted(paths)}
-    return [path for path, found in texts.items() if found and f".{OVERLAY_NAME}.".encode() in found[0]]
+    return [path for path, found in texts.items() if found and _CALL in found[0]]
 
 
 def current(target: Target, path: str, contents: dict) -> Optional[FileState]:

@@ -98,6 +98,7 @@ def locate(path: Path) -> Target:
         return Target(place, CHECKOUT_PREFIX)
     package = place if _is_package(place) else place / "sglang"
     if not _is_package(package):
+        _refuse_leftovers(place / CHECKOUT_PREFIX, package, place)
         raise Unsupported(
             f"not an SGLang tree: {path}",
             expected="a checkout holding python/sglang, a sglang package folder, or the folder above it",
@@ -109,6 +110,22 @@ def locate(path: Path) -> Target:
     if _is_checkout(checkout) and _looks_like_repository(checkout):
         return Target(checkout, CHECKOUT_PREFIX)
     return Target(package.parent, package.name)
+
+
+def _refuse_leftovers(*folders: Path) -> None:
+    """Raise Unsupported for a package folder whose SGLang was uninstalled with the overlay in it."""
+    for folder in folders:
+        names = {path.name for path in folder.iterdir()} if folder.name == "sglang" and folder.is_dir() else set()
+        only_ours = names <= {OVERLAY_NAME, STATE_NAME, "__pycache__"}
+        if STATE_NAME in names or (OVERLAY_NAME in names and only_ours):
+            ours = [folder] if only_ours else [folder / name for name in (OVERLAY_NAME, STATE_NAME) if name in names]
+            raise Unsupported(
+                "the SGLang that the overlay was put into is gone (uninstalled?), and these are leftovers of the overlay",
+                file=str(folder),
+                expected="sglang/__init__.py and the rest of SGLang",
+                found=sorted(names),
+                remedy=f"delete {' and '.join(map(str, ours))}; or reinstall the same version of sglang, and revert",
+            )
 
 
 def _looks_like_repository(path: Path) -> bool:

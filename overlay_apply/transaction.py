@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import errno
 from pathlib import Path
-from typing import Mapping, Optional
+from typing import Collection, Mapping, Optional
 
+from .bytecode import hiding, source_of
 from .errors import Interfered, Refused
 from .fs import FileState, state_of
 from .state import BYTECODE, Change, FileChange, Store
@@ -68,6 +69,11 @@ def edited_since(store: Store, files: list) -> list:
     """Return the paths of those files that are neither in their old nor in their new state."""
     sources = [file for file in files if file.kind != BYTECODE]
     return [file.path for file in sources if not _is_known(store, file)]
+
+
+def is_left(file: FileChange, leave: Collection[str]) -> bool:
+    """Tell whether a file stays as it is where those in `leave` do: it is one of them, or what was compiled from one."""
+    return file.path in leave or (file.kind == BYTECODE and source_of(file.path) in leave)
 
 
 def _check_unchanged(store: Store, change: Change) -> None:
@@ -175,7 +181,7 @@ def _remove_if_empty(store: Store, folder: Path) -> None:
 
 
 def _undo(store: Store, journal: Change, leave: frozenset) -> None:
-    files = [file for file in journal.files if file.path not in leave]
+    files = [file for file in journal.files if not is_left(file, leave)]
     edited = edited_since(store, files)
     if edited:
         raise Interfered(
@@ -186,6 +192,8 @@ def _undo(store: Store, journal: Change, leave: frozenset) -> None:
             remedy="take your edit back, or `revert --keep-edited` to leave the edited files as they are",
             details=[{"edited": path} for path in edited],
         )
+    for source in sorted(leave):
+        files += [FileChange(path, BYTECODE, None, None) for path in hiding(store.target.root, source)]
     back = Change(files, journal.mkdirs, journal.rmdirs, journal.receipt_before, journal.receipt_after)
     _carry_out(store, back.inverse(), staged={})
 

@@ -113,6 +113,24 @@ def test_names_that_the_overlay_imports_and_the_tree_lost(run, project, package)
     assert "gone, though the overlay imports it: sglang.srt.layers.comm.Comm (in srt/uses.py)" in run("check", package).out
 
 
+@pytest.mark.parametrize("words", [["--dry-run"], []])
+def test_apply_on_a_tried_base_tells_lost_names(run, project, package, words):
+    write_tree(project.overlay, {"srt/uses.py": "from sglang.srt.layers.other import OTHER\n"})
+    (package / "sglang/srt/layers/other.py").unlink()
+    set_version(package, "0.5.21")
+    asked = ["apply", package, "--try-base", "v0.5.20", *words]
+    assert run(*asked, "--json").data["notes"] == []
+    release_of(project, PACKAGE)
+    answer = run(*asked)
+    assert answer.code == 0
+    assert "note: the overlay imports sglang.srt.layers.other.OTHER (in srt/uses.py), which v0.5.20 has and this SGLang has not" in answer.err
+
+
+def test_apply_on_a_base_itself_compares_nothing(run, project, package):
+    release_of(project, {})
+    assert run("apply", package, "--json").data["notes"] == []
+
+
 @pytest.mark.parametrize(
     "source",
     ["NAME = 1", "NAME: int = 1", "def NAME(): ...", "class NAME: ...", "from x import NAME", "import y as NAME", "from x import *",
@@ -121,6 +139,10 @@ def test_names_that_the_overlay_imports_and_the_tree_lost(run, project, package)
 )  # fmt: skip
 def test_names_at_the_top_level_of_a_module(source):
     assert Modules({"srt/a.py": source.encode()}.get).has("sglang.srt.a", "NAME")
+
+
+def test_a_module_that_cannot_be_read_may_have_any_name():
+    assert Modules({"srt/a.py": b"def ("}.get).has("sglang.srt.a", "NAME")
 
 
 def test_packages_and_modules_as_names():
@@ -144,6 +166,26 @@ def test_a_fix_that_names_what_is_not_there(run, project, package):
     applied = run("apply", package, "--try-base", "v0.5.20", "--json")
     assert applied.code == 4 and applied.data["error"]["patch"] == "net-close"
     assert snapshot(package) == before
+
+
+def test_a_fix_that_names_what_is_not_there_is_told_beside_drift_in_another_file(run, project, package):
+    text = PATCHES["net-close"].replace("fix: closing(self, $$$ARGS)", "fix: closing(self, rest, $$$ARGS)")
+    write_tree(project.patches / "v0.5.20", {"net-close.yml": text})
+    moved = {"srt/models/net.py": NET.replace("*rest", "*others"), "srt/layers/comm.py": COMM.replace("variant", "kind")}
+    write_tree(package / "sglang", moved)
+    set_version(package, "0.5.21")
+    problems = run("check", package, "--json").data["problems"]
+    assert [(problem["kind"], problem["file"]) for problem in problems] == [("drift", "srt/layers/comm.py"), ("patch-data", "srt/models/net.py")]
+    assert "names what is not defined there: rest" in run("check", package).err
+
+
+def test_drift_in_a_file_hides_what_its_other_edits_would_make_of_it(run, project, package):
+    """Half of a file's edits prove nothing about the whole."""
+    text = PATCHES["net-close"].replace("fix: closing(self, $$$ARGS)", "fix: closing(self, rest, $$$ARGS)")
+    write_tree(project.patches / "v0.5.20", {"net-close.yml": text})
+    write_tree(package / "sglang", {"srt/models/net.py": NET.replace("*rest", "*others").replace("experts", "blocks")})
+    set_version(package, "0.5.21")
+    assert {problem["kind"] for problem in run("check", package, "--json").data["problems"]} == {"drift"}
 
 
 @pytest.mark.parametrize(

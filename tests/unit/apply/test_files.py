@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import COMM, NET, perform, snapshot, write_tree
+from overlay_apply.fs import Fs
 from test_apply import PATCHED_NET
 
 NET_FILE = "sglang/srt/models/net.py"
@@ -222,6 +223,85 @@ def test_compiled_files_that_python_never_checks_are_taken_away_and_put_back(run
     assert run("status", package).code == 0
     assert run("revert", package).code == 0
     assert snapshot(package) == before
+
+
+UNCHECKED = py_compile.PycInvalidationMode.UNCHECKED_HASH
+
+
+def value_of(package, name) -> str:
+    """Return what a module's name is when Python imports it from the tree."""
+    code = f"import sys; sys.dont_write_bytecode = True; from sglang.srt.layers import plain; print(getattr(plain, {name!r}, None))"
+    return subprocess.run([sys.executable, "-c", code], cwd=package, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def plain(project, package):
+    """A patched module that can be imported, with a compiled file that Python never checks."""
+    patch = """
+id: plain
+feature: alpha
+reason: reports
+why: A value.
+upstream: none
+edits:
+  - {file: srt/layers/plain.py, matches: 1, rule: {pattern: "'old'"}, fix: "'new'"}
+"""
+    write_tree(project.patches / "v0.5.20", {"plain.yml": patch})
+    series = project.patches / "series"
+    series.write_text(series.read_text() + "plain\n")
+    source = package / "sglang/srt/layers/plain.py"
+    write_tree(package, {"sglang/srt/layers/plain.py": "VALUE = 'old'\n"})
+    py_compile.compile(str(source), invalidation_mode=UNCHECKED, doraise=True)
+    return source
+
+
+def test_an_edited_file_that_is_left_is_what_python_runs(run, package, plain):
+    """What was compiled from the file before the overlay is not put back over it."""
+    assert run("apply", package).code == 0
+    plain.write_text(plain.read_text() + "MY_EDIT = 1\n")
+    answer = run("revert", "--keep-edited", package, "--json")
+    assert answer.code == 0 and answer.data["left"] == ["sglang/srt/layers/plain.py"]
+    assert not list(plain.parent.glob("__pycache__/plain.*"))
+    assert (value_of(package, "VALUE"), value_of(package, "MY_EDIT")) == ("new", "1")
+
+
+def test_what_was_compiled_since_does_not_hide_an_edited_file(run, package, plain):
+    """It is taken away where it is not of the file as it is now, and stays where it is."""
+    for edit_last in (True, False):
+        assert run("apply", package).code == 0
+        edits = [
+            lambda: plain.write_text(plain.read_text() + "MY_EDIT = 1\n"),
+            lambda: py_compile.compile(str(plain), invalidation_mode=UNCHECKED, doraise=True),
+        ]
+        for act in reversed(edits) if edit_last else edits:
+            act()
+        assert run("revert", "--keep-edited", package).code == 0
+        assert bool(list(plain.parent.glob("__pycache__/plain.*"))) is not edit_last
+        assert value_of(package, "MY_EDIT") == "1"
+        plain.write_text("VALUE = 'old'\n")
+
+
+@pytest.mark.parametrize("taken_away", [False, True])
+def test_an_edited_file_of_a_cut_short_apply_is_what_python_runs(run, project, package, plain, taken_away):
+    """Killed around the step that takes the compiled file away, edited, and reverted."""
+
+    class Killed(BaseException):
+        pass
+
+    done = []
+
+    def die(operation, path):
+        if done and taken_away or (path.name.startswith("plain.") and operation == "unlink" and not taken_away):
+            raise Killed
+        done.extend([path] if path.name.startswith("plain.") and operation == "unlink" else [])
+
+    with pytest.raises(Killed):
+        perform(project, "apply", package, Fs(die))
+    assert bool(list(plain.parent.glob("__pycache__/plain.*"))) is not taken_away
+    plain.write_text(plain.read_text() + "MY_EDIT = 1\n")
+    answer = run("revert", "--keep-edited", package, "--json")
+    assert answer.code == 0 and answer.data["left"] == ["sglang/srt/layers/plain.py"]
+    assert value_of(package, "MY_EDIT") == "1"
 
 
 LINES = st.lists(
