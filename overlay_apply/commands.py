@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -83,7 +82,7 @@ def apply(request: Request, dry_run: bool = False) -> dict:
         "edits": [edit.to_dict() for edit in plan.edits],
         "files": [{"file": file.path, "kind": file.kind} for file in change.files],
         "tried": request.try_base is not None,
-        "notes": _told(notes),
+        "notes": notes,
     }
 
 
@@ -326,14 +325,7 @@ def _not_put_back(situation: Situation, paths: set, replaced_by: Optional[str]) 
     notes = [f"not put back, since it was removed: {path}; reinstall sglang (or `git checkout` it) to have it again" for path in gone]
     if replaced_by:
         notes.append(f"SGLang was replaced by {replaced_by} since the overlay was put in: its files are as they were; `apply` puts it in again")
-    return {"left": sorted(paths.difference(gone)), "gone": gone, "replaced_by": replaced_by, "notes": _told(notes)}
-
-
-def _told(notes: list) -> list:
-    """Tell notes on the way, whatever form the result is shown in, and return them."""
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    return notes
+    return {"left": sorted(paths.difference(gone)), "gone": gone, "replaced_by": replaced_by, "notes": notes}
 
 
 def _left_dirs(situation: Situation) -> list:

@@ -43,6 +43,7 @@ def show_apply(result: dict) -> None:
         print("note: every edit found its place, but on this version nothing of this was ever run: test it before you serve with it")
     _table(("patch", "feature", "outcome"), (tuple(patch.values()) for patch in result["patches"]))
     _files(result["files"])
+    _notes(result)
 
 
 def show_status(result: dict) -> None:
@@ -57,7 +58,11 @@ def show_status(result: dict) -> None:
     _machine(result)
     if "error" in result:
         _error_lines(result["error"])
-    for note in result["notes"]:
+    _notes(result)
+
+
+def _notes(result: dict) -> None:
+    for note in result.get("notes", ()):
         print(f"note: {note}")
 
 
@@ -102,6 +107,7 @@ def show_revert(result: dict) -> None:
         print(f"left as it is, with your edits (and what the overlay put in): {path}")
     for path in result.get("left_dirs", ()):
         print(f"left, since it holds files that are not the overlay's: {path}")
+    _notes(result)
 
 
 def show_check(result: dict) -> None:

@@ -123,7 +123,7 @@ def test_apply_on_a_tried_base_tells_lost_names(run, project, package, words):
     release_of(project, PACKAGE)
     answer = run(*asked)
     assert answer.code == 0
-    assert "note: the overlay imports sglang.srt.layers.other.OTHER (in srt/uses.py), which v0.5.20 has and this SGLang has not" in answer.err
+    assert "note: the overlay imports sglang.srt.layers.other.OTHER (in srt/uses.py), which v0.5.20 has and this SGLang has not" in answer.out
 
 
 def test_apply_on_a_base_itself_compares_nothing(run, project, package):

@@ -65,7 +65,7 @@ def test_an_upgrade_is_told_as_one(run, upgraded):
 def test_revert_leaves_the_new_release_and_takes_the_overlay_out(run, upgraded):
     (upgraded / "sglang/srt/layers/comm.py").unlink()
     result = run("revert", "--keep-edited", upgraded)
-    assert result.code == 0 and "note: SGLang was replaced by 0.5.21 since" in result.err
+    assert result.code == 0 and "note: SGLang was replaced by 0.5.21 since" in result.out
     assert "your edits" not in result.out and "comm.py" not in result.out + result.err
     files = {**PACKAGE, **NEWER}
     del files["srt/layers/comm.py"]
@@ -102,7 +102,7 @@ def test_a_removed_file_is_not_said_to_be_left(run, package):
     (package / NET_FILE).unlink()
     answer = run("revert", "--keep-edited", package, "--json")
     assert (answer.data["left"], answer.data["gone"]) == ([], [NET_FILE])
-    assert f"note: not put back, since it was removed: {NET_FILE}" in answer.err
+    assert answer.data["notes"][0].startswith(f"not put back, since it was removed: {NET_FILE}")
 
 
 @pytest.mark.parametrize("below", ["", "sglang"])
