@@ -2,24 +2,13 @@
 
 import ast
 import inspect
-import zipfile
 
 import megamoe_stand_in
 import pytest
+from flashinfer_wheels import syntax_trees
 
-from overlay_apply.bases import Release
-from overlay_apply.fetch import fetch_wheel
-from overlay_apply.project import here
 from sglang_overlay.srt.layers.moe import flashinfer_megamoe
 
-FLASHINFER = Release(
-    version=flashinfer_megamoe.KERNEL_SINCE,
-    file="flashinfer_python-0.7.4-py3-none-any.whl",
-    sha256="a051a62e09a2738e8b0de47a1944fd2f0f3eff01b728b662141ea660cb09dd32",
-    python="3.11",
-    platform="manylinux_2_34_x86_64",
-    project="flashinfer-python",
-)
 KERNEL = flashinfer_megamoe.KERNEL_FILE.removesuffix("config.py")
 # file below the flashinfer package -> what is there, by the name flashinfer.moe_ep gives it
 CLASSES = {
@@ -35,9 +24,8 @@ METHODS = ["__init__", "create_workspace", "warmup", "forward"]
 @pytest.fixture(scope="module")
 def source():
     """``file -> its syntax tree`` of the real package."""
-    with zipfile.ZipFile(fetch_wheel(here(), FLASHINFER)) as wheel:
-        files = [*CLASSES, f"{KERNEL}weights.py", "moe_ep/modes/mega_layer.py", "moe_ep/__init__.py"]
-        return {file: ast.parse(wheel.read(f"flashinfer/{file}")) for file in files}
+    files = [*CLASSES, f"{KERNEL}weights.py", "moe_ep/modes/mega_layer.py", "moe_ep/__init__.py"]
+    return syntax_trees(flashinfer_megamoe.KERNEL_SINCE, files)
 
 
 def named(tree, name):

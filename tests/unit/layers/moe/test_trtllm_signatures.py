@@ -2,21 +2,11 @@
 
 import ast
 import inspect
-import zipfile
 
 import pytest
 import trtllm_stand_in
+from flashinfer_wheels import OF_BASE, syntax_trees
 
-from overlay_apply.bases import Release
-from overlay_apply.fetch import fetch_wheel
-from overlay_apply.project import here
-
-SHA256 = {
-    "0.6.18": "d5d26edb48f8def0bf28b2c94415aef7f0754e2cd9e3cb3d6e7081262d068aad",
-    "0.7.2": "770550a0aa92b2f10e6c9a1f048dd43713f0f3bb6a12710186fcf8e4e9c99bd8",
-}
-# base -> the FlashInfer its metadata asks for
-FLASHINFER = {"0.5.20": "0.6.18", "0.5.23": "0.7.2"}
 FP8_WRAPPERS = {
     "trtllm_fp8_block_scale_moe_out_wrapper": "trtllm_fp8_block_scale_moe",
     "trtllm_fp8_block_scale_routed_moe_out_wrapper": "trtllm_fp8_block_scale_routed_moe",
@@ -44,14 +34,11 @@ OF_0_5_20 = [call[1:] for call in CALLS if call[0] == "0.5.20"]
 @pytest.fixture(scope="module")
 def real():
     """``FlashInfer's version -> name -> {parameter: whether it has a default}`` of the real functions, in their order."""
-    return {version: functions_of(version) for version in SHA256}
+    return {version: functions_of(version) for version in OF_BASE.values()}
 
 
 def functions_of(version):
-    file = f"flashinfer_python-{version}-py3-none-any.whl"
-    release = Release(version, file, SHA256[version], "3.11", "manylinux_2_34_x86_64", "flashinfer-python")
-    with zipfile.ZipFile(fetch_wheel(here(), release)) as wheel:
-        tree = ast.parse(wheel.read("flashinfer/fused_moe/core.py"))
+    tree = syntax_trees(version, ["fused_moe/core.py"])["fused_moe/core.py"]
     return {node.name: parameters(node) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in NAMES}
 
 
@@ -118,7 +105,7 @@ def test_the_stand_in_has_the_real_parameters(real, name):
 
 @pytest.mark.parametrize("base, file, function, callee", CALLS)
 def test_each_call_site_names_real_parameters(real, overlay_tree_of, base, file, function, callee):
-    has_default = real[FLASHINFER[base]][FP8_WRAPPERS.get(callee, callee)]
+    has_default = real[OF_BASE[base]][FP8_WRAPPERS.get(callee, callee)]
     ours = inspect.signature(getattr(trtllm_stand_in, FP8_WRAPPERS.get(callee, callee))).parameters
     # The wrappers take ids and weights apart, and pass them on as one argument.
     apart = {"topk_weights"} if callee in FP8_WRAPPERS else set()

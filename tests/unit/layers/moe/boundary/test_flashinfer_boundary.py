@@ -3,7 +3,6 @@
 import ast
 import inspect
 import sys
-import zipfile
 from dataclasses import replace
 
 import boundary_stand_ins
@@ -12,10 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from cpu_serving import trees
-from test_trtllm_signatures import FLASHINFER, parameters
+from flashinfer_wheels import OF_BASE, syntax_trees
+from test_trtllm_signatures import parameters
 
-from overlay_apply.fetch import fetch_wheel
-from overlay_apply.project import here
 from sglang_overlay.srt.layers.moe.boundary import flashinfer
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput
 
@@ -187,8 +185,8 @@ def test_a_workspace_takes_no_more_tokens_than_it_was_made_for():
 @pytest.fixture(scope="module")
 def real():
     """``file -> syntax tree`` of FlashInfer 0.6.18, read without running."""
-    with zipfile.ZipFile(fetch_wheel(here(), FLASHINFER)) as wheel:
-        return {name: ast.parse(wheel.read(f"flashinfer/comm/{name}.py")) for name in ("allreduce", "trtllm_ar")}
+    trees = syntax_trees(OF_BASE["0.5.20"], ["comm/allreduce.py", "comm/trtllm_ar.py"])
+    return {file.removeprefix("comm/").removesuffix(".py"): tree for file, tree in trees.items()}
 
 
 def functions(tree):
