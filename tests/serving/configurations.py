@@ -63,6 +63,16 @@ OFF = (OFF_0, OFF_UNSET)
 ON = (ON_EAGER, ON_AUTO)
 
 
+def ways_at(place: Place, *ways: Way) -> list[Way]:
+    """Those that are served there: the stock release with the flag at 0 on one rank only, where it must say what it says without."""
+    return [way for way in ways if way is not STOCK_0 or place.tp == 1]
+
+
+def stock_beside(place: Place, way: Way) -> Way:
+    """The stock release that a server with the overlay switched off is compared with: with the same flag, where that is served."""
+    return STOCK_0 if way is OFF_0 and place.tp == 1 else STOCK_UNSET
+
+
 def configuration_of(way: Way, tree, model, tp: int) -> Configuration:
     """The server configuration of a way of serving."""
     arguments = ["--enable-metrics"] if way.metrics else []

@@ -5,9 +5,8 @@ from configurations import ENABLE, FUSION, Way, configuration_of
 from cpu_serving import trees
 from cpu_serving.server import ServerFailed, serve
 
-UNKNOWN_ENABLE = Way("enable-maybe", "overlay", ((ENABLE, "maybe"),))
 UNKNOWN_FUSION = Way("fusion-turbo", "overlay", ((ENABLE, "1"), (FUSION, "turbo")))
-UNMET_FUSIONS = [Way(f"fusion-{way}", "overlay", ((ENABLE, "1"), (FUSION, way))) for way in ("fused", "flashinfer", "separate")]
+UNMET_FUSIONS = [Way(f"fusion-{way}", "overlay", ((ENABLE, "1"), (FUSION, way))) for way in ("fused", "separate")]
 
 
 @pytest.fixture
@@ -25,7 +24,6 @@ def refusal_of(model, tree_of):
 
 
 @pytest.mark.parametrize("way, valid", [
-    pytest.param(UNKNOWN_ENABLE, ("0", "1"), id="enable"),
     pytest.param(UNKNOWN_FUSION, ("auto", "fused", "flashinfer", "separate", "eager"), id="fusion"),
 ])
 def test_an_unknown_value_is_refused(way, valid, refusal_of):

@@ -24,6 +24,8 @@ from configurations import (
     STOCK_0,
     STOCK_UNSET,
     TAKING_LAYERS,
+    stock_beside,
+    ways_at,
 )
 from observations import expected_counts, series
 
@@ -35,8 +37,9 @@ each_place = pytest.mark.parametrize("place", PLACES, ids=str)
 
 
 def each(*ways):
-    """Parametrize a test over ways of serving."""
-    return pytest.mark.parametrize("way", ways, ids=str)
+    """Parametrize a test over places and the ways of serving that are served there."""
+    served = [pytest.param(place, way, id=f"{way}-{place}") for way in ways for place in PLACES if ways_at(place, way)]
+    return pytest.mark.parametrize("place, way", served)
 
 
 def test_the_prompts_leave_no_doubt(oracle):
@@ -44,7 +47,6 @@ def test_the_prompts_leave_no_doubt(oracle):
     assert min(min(continuation.margins) for continuation in oracle) > 10 * LOGPROB_TOLERANCE
 
 
-@each_place
 @each(*STOCK, *OFF, *ON)
 def test_says_what_transformers_says(place, way, observed, oracle):
     """Tokens equal, logprobs close: one prompt at a time and as a batch."""
@@ -55,7 +57,6 @@ def test_says_what_transformers_says(place, way, observed, oracle):
             assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE, rel=0)
 
 
-@each_place
 @each(*STOCK, *OFF, *ON)
 def test_an_answer_does_not_depend_on_earlier_requests(place, way, observed):
     """Nothing of a forward is left behind for the next one; the floats are equal bit for bit."""
@@ -64,22 +65,27 @@ def test_an_answer_does_not_depend_on_earlier_requests(place, way, observed):
 
 
 @each_place
-@pytest.mark.parametrize("off, stock", [(OFF_0, STOCK_0), (OFF_UNSET, STOCK_UNSET)], ids=["0", "unset"])
-def test_switched_off_it_is_the_stock_release(place, off, stock, observed):
+@pytest.mark.parametrize("off", OFF, ids=str)
+def test_switched_off_it_is_the_stock_release(place, off, observed):
     """Floats are equal bit for bit, one prompt at a time and as a batch."""
-    with_overlay, without = observed(place, off), observed(place, stock)
+    with_overlay, without = observed(place, off), observed(place, stock_beside(place, off))
     assert with_overlay.alone == without.alone
     assert with_overlay.batch == without.batch
 
 
-@each_place
+@pytest.mark.parametrize("place", [place for place in PLACES if STOCK_0 in ways_at(place, STOCK_0)], ids=str)
+def test_the_flag_changes_nothing_in_the_stock_release(place, observed):
+    """Its own use of it is for kernels of SM100; so elsewhere stock is served without the flag only."""
+    with_0, without = observed(place, STOCK_0), observed(place, STOCK_UNSET)
+    assert (with_0.alone, with_0.batch) == (without.alone, without.batch)
+
+
 @each(*STOCK)
 def test_the_stock_release_reports_no_counters(place, way, observed):
     """So the servers that are called stock are."""
     assert observed(place, way).counters_after is None
 
 
-@each_place
 @each(*OFF)
 def test_switched_off_nothing_is_counted(place, way, observed):
     """Neither deferred nor reported as not deferred: the overlay's code is not reached."""
@@ -88,7 +94,6 @@ def test_switched_off_nothing_is_counted(place, way, observed):
     assert [sum(seen.counters_after[name].values()) for name in COUNTERS] == [0, 0, 0, 0]
 
 
-@each_place
 @each(*ON)
 def test_switched_on_every_moe_layer_defers(place, way, observed):
     """In each forward that fits the token limit; all layers but the last hand their output on, and the next takes it."""
@@ -119,7 +124,6 @@ START_LINES = {
 }
 
 
-@each_place
 @each(*STOCK, *OFF, *ON)
 def test_at_the_start_each_feature_has_one_line(place, way, observed):
     """On one rank; none with the stock release."""
