@@ -42,13 +42,11 @@ import platform
 import shlex
 import statistics
 import sys
-import threading
 import time
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import Callable, ContextManager, Dict, List, NamedTuple, Tuple
 
 # The link's multicast stays off, whatever the libraries would choose.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
@@ -61,7 +59,7 @@ import torch.multiprocessing  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from policy_from_results import policy_table  # noqa: E402
-from gpu import copy_bandwidth, driver_version, elapsed_us  # noqa: E402
+from gpu import copy_bandwidth, driver_version, elapsed_us, time_limit  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
@@ -160,26 +158,18 @@ def earlier_results(args: argparse.Namespace) -> dict:
     return {"points": [], "hung": []}
 
 
-@contextmanager
-def watched(case: Case, way: str, report: dict, args: argparse.Namespace, seconds: float = 6.0):
-    """End the process where the block does not end in time: a kernel that waits for ever leaves nothing else to do."""
+def watched(case: Case, way: str, report: dict, args: argparse.Namespace, seconds: float = 6.0) -> ContextManager[None]:
+    """``time_limit`` for one way at one case, which is noted as hung."""
 
-    def give_up() -> None:
+    def note() -> None:
         report["hung"].append([*case, way])
         if dist.get_rank() == 0:
             print("hung:", *case, way, flush=True)
             save(report, args)
         else:
             time.sleep(2)  # the first rank writes before its peer's end takes it along
-        os._exit(3)
 
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return time_limit(seconds, note)
 
 
 def save(report: dict, args: argparse.Namespace) -> None:

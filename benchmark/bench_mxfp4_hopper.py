@@ -30,13 +30,12 @@ import platform
 import shlex
 import statistics
 import sys
-import threading
 import time
 import traceback
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Tuple
 
 # The link's multicast stays off, whatever the libraries would choose.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
@@ -49,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "ci"), str(ROOT / "tests" / "oracles")]
 import mxfp4_moe  # noqa: E402
 import mxfp4_peers  # noqa: E402
-from gpu import driver_version, elapsed_us  # noqa: E402
+from gpu import driver_version, elapsed_us, time_limit  # noqa: E402
 from mxfp4_interleave import interleaving_in_torch  # noqa: E402
 from mxfp4_moe import Shape  # noqa: E402
 from sglang_overlay.srt.layers.moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts  # noqa: E402
@@ -189,23 +188,15 @@ class Bench:
                     print(point.key, found, flush=True)
         self.save()
 
-    @contextmanager
-    def watched(self, point: Point):
-        """End the process where a point does not come back: a kernel that waits for ever leaves nothing else to do."""
+    def watched(self, point: Point) -> ContextManager[None]:
+        """``time_limit`` for one point, which is noted as hung."""
 
-        def give_up() -> None:
+        def note() -> None:
             self.report["hung"].append(point.key)
             self.save()
-            os._exit(3)
 
         left = self.deadline - time.monotonic() + GRACE
-        timer = threading.Timer(left if self.room(point) > ROOM else min(left, HUNG_AFTER), give_up)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return time_limit(left if self.room(point) > ROOM else min(left, HUNG_AFTER), note)
 
     def agree(self, value: Any) -> Any:
         """The first rank's value."""

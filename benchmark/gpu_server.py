@@ -20,7 +20,6 @@ ARGUMENTS = (
     "--disable-radix-cache --skip-server-warmup --cuda-graph-bs-decode 1 2 4 8 16 --cuda-graph-backend-prefill disabled"
 ).split()
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-ENABLE, FUSION = "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE", "SGLANG_MOE_FINALIZE_FUSION"
 NEW_TOKENS = 32
 
 

@@ -45,8 +45,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "benchmark")]
 from boundary_checks import conclude, render, turns, way_unmet, ways_counted  # noqa: E402
 from cpu_serving.checkpoint import VOCABULARY, Shape, make_checkpoint  # noqa: E402
 from cpu_serving.server import Configuration, Server, ServerFailed, serve  # noqa: E402
-from gpu_server import ENABLE, FUSION, GpuConfiguration, versions  # noqa: E402
-from sglang_overlay.srt.environ import MAX_TOKENS, POLICY  # noqa: E402
+from gpu_server import GpuConfiguration, versions  # noqa: E402
+from sglang_overlay.srt.environ import ENABLE, FUSION, MAX_TOKENS, POLICY  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.policy import Table  # noqa: E402
 
 PHASES = ("checkpoint", "tokens", "speed", "reference", "report")
@@ -142,11 +142,11 @@ def shape_of(args: argparse.Namespace) -> Shape:
 def flags_of(arm: str, args: argparse.Namespace) -> Dict[str, str]:
     """An arm's environment."""
     if arm in ("stock", "off"):
-        return {ENABLE: "0"}
+        return {ENABLE.name: "0"}
     flags = {MAX_TOKENS.name: str(args.max_tokens)}
     if arm == "auto":
         return {**flags, **({POLICY.name: str(args.policy.resolve())} if args.policy else {})}
-    return {**flags, ENABLE: "1", FUSION: arm}
+    return {**flags, ENABLE.name: "1", FUSION.name: arm}
 
 
 def configuration_of(arm: str, args: argparse.Namespace) -> Configuration:

@@ -34,7 +34,7 @@ def policy(tmp_path):
 
 def test_arms_differ_in_their_flags(module, arguments, policy):
     args = arguments("--policy", str(policy))
-    enable, fusion = module.ENABLE, module.FUSION
+    enable, fusion = module.ENABLE.name, module.FUSION.name
     assert module.flags_of("stock", args) == module.flags_of("off", args) == {enable: "0"}
     assert module.flags_of("fused", args) == {enable: "1", fusion: "fused", "SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS": "256"}
     auto = module.flags_of("auto", args)
