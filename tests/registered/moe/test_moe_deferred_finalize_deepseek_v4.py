@@ -2,14 +2,14 @@
 
 import unittest
 
-from moe_deferred_finalize_ab import DeferredFinalizeServer
+import moe_deferred_finalize_ab
 
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=2400, suite="nightly-4-gpu-b200", nightly=True)
 
 
-class TestDeepSeekV4FlashDeferred(DeferredFinalizeServer):
+class TestDeepSeekV4FlashDeferred(moe_deferred_finalize_ab.DeferredFinalizeServer):
     model = "deepseek-ai/DeepSeek-V4-Flash"
     other_args = ["--tp", "4", "--moe-runner-backend", "flashinfer_mxfp4", "--trust-remote-code"]
     gsm8k_score_threshold = 0.93

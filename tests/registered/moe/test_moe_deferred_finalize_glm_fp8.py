@@ -5,8 +5,8 @@ On Hopper the experts run in the Triton runner, on Blackwell in FlashInfer's TRT
 
 import unittest
 
+import moe_deferred_finalize_ab
 import torch
-from moe_deferred_finalize_ab import DeferredFinalizeServer
 
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -18,7 +18,7 @@ def moe_runner():
     return "flashinfer_trtllm" if torch.cuda.get_device_capability()[0] >= 10 else "triton"
 
 
-class TestGlmFp8Deferred(DeferredFinalizeServer):
+class TestGlmFp8Deferred(moe_deferred_finalize_ab.DeferredFinalizeServer):
     model = "zai-org/GLM-5-FP8"
     gsm8k_score_threshold = 0.92
 

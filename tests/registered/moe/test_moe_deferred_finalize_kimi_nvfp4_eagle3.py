@@ -5,8 +5,8 @@ The target's hidden states feed the draft: a residual captured before its reduce
 
 import unittest
 
+import moe_deferred_finalize_ab
 import requests
-from moe_deferred_finalize_ab import DeferredFinalizeServer
 
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -16,7 +16,7 @@ ACCEPT_LENGTHS = {}
 LARGEST_LOSS = 0.05  # of an accept length, between the two arms
 
 
-class TestKimiK25Stock(DeferredFinalizeServer):
+class TestKimiK25Stock(moe_deferred_finalize_ab.DeferredFinalizeServer):
     model = "nvidia/Kimi-K2.5-NVFP4"
     enable = "0"
     gsm8k_score_threshold = 0.92

@@ -42,3 +42,22 @@ def test_the_cpu_test_passes(python):
     done = python(str(REGISTERED / "moe" / "test_moe_deferred_finalize_cpu.py"))
     assert done.returncode == 0, done.stderr
     assert "Ran 2 tests" in done.stderr and "OK" in done.stderr
+
+
+NAMED = """
+import importlib, sys, unittest
+for file in sys.argv[1:]:
+    sys.path[:0] = [file.rpartition("/")[0]]
+    module = importlib.import_module(file.rpartition("/")[2].removesuffix(".py"))
+    suites = [list(suite) for suite in unittest.TestLoader().loadTestsFromModule(module)]
+    print(module.__name__, *(f"{suite[0].__class__.__module__}.{suite[0].__class__.__name__}" for suite in suites if suite))
+"""
+
+
+def test_no_file_runs_a_base_class_of_its_arms(python):
+    """unittest runs all test classes that a module names, also imported ones; a base class has no model to serve."""
+    named = python("-c", NAMED, *map(str, FILES))
+    assert named.returncode == 0, named.stderr
+    lines = [line.split() for line in named.stdout.splitlines() if line.startswith("test_")]
+    assert len(lines) == len(FILES)
+    assert all(cases and all(case.startswith(f"{module}.") for case in cases) for module, *cases in lines), named.stdout
