@@ -10,14 +10,16 @@ and is left out from then on. ``--interleave-in-torch`` does without FlashInfer'
 minutes).
 
 What is checked. ``exact``: on the grid of ``tests/oracles/mxfp4_moe.py`` the result must be that of float64, rounded as the kernel rounds, bit for bit:
-codes dense and exponents over 7 steps, or one column a row and exponents over 11; with and without a limit that clamps; some routes and one
+every code in sums of all columns, or one column a row and exponents over 11 steps; with and without a limit that clamps; some routes and one
 token without an expert; free memory filled with NaN before; the same bits when called again, from a CUDA graph, and from that graph with other
-tokens in the same memory. With several ranks each has tokens of its own, and then the last one none. ``idle``: a forward without tokens, then one with. ``error``:
-``||result - exact|| / ||exact||`` with random inputs, against a float64 MoE of the dequantised weights that quantises no activations.
+tokens in the same memory. With several ranks each has tokens of its own, and then the last one none. ``idle``: a forward without tokens, then one with. ``wide``: the grid in
+sums that Hopper's FP8 tensor cores do not keep whole, of which nothing is asked; the elements that differ are counted. ``error``:
+``||result - exact|| / ||exact||``, here too, with random inputs, against a float64 MoE of the dequantised weights that quantises no activations.
 
 What is timed. CUDA graphs of 8 calls, each with tokens and a routing of its own, so that experts are read from memory as they are in a
 model; a time is the replay's, between two events, over 8, after an untimed replay; figures are medians over the rounds; with several ranks
-those of the slowest. ``memory`` is what the layer holds for its weights.
+those of the slowest. ``capacity``: likewise, with as many tokens as the one workspace holds, and what that takes of the GPU's memory. ``memory`` is what
+the layer holds for its weights.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ import mxfp4_peers  # noqa: E402
 from gpu import driver_version, elapsed_us, time_limit  # noqa: E402
 from mxfp4_interleave import interleaving_in_torch  # noqa: E402
 from mxfp4_moe import Shape  # noqa: E402
+from sglang_overlay.srt.layers.moe import flashinfer_megamoe  # noqa: E402
 from sglang_overlay.srt.layers.moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts  # noqa: E402
 
 CALLS = 8
@@ -60,10 +63,12 @@ SHAPES: Dict[str, Shape] = {
     "H5120 I1536": Shape(128, 1536, 5120, 8),
     "H7168 I2048": Shape(256, 2048, 7168, 8),
 }
+WIDE_TOKENS = 256
 LIMITS = {"DeepSeek-V4-Flash": 10.0}  # of the model's SwiGLU, with random inputs
 EXACT_TOKENS = (1, 3, 64, 256, 1000)
 ERROR_TOKENS = (1, 128)
 TIMED_TOKENS = (1, 8, 32, 64, 128, 192, 1024, 2048)
+CAPACITIES = (64, 256, 1024, 2048, 4096)
 OWN = "mega kernel"
 # Seconds: what a point may take before it counts as hung, and what must be left for one to begin: where its layer is there, where the mega
 # kernel's has to be made, and where one of SGLang's has to (which may compile).
@@ -71,12 +76,12 @@ HUNG_AFTER, ROOM, ROOM_TO_MAKE, ROOM_TO_MAKE_PEER, GRACE = 60.0, 30.0, 120.0, 30
 
 
 class Point(NamedTuple):
-    """What is measured: ``kind`` is exact, idle, error, timed or memory; ``way`` the mega kernel or one of SGLang's."""
+    """What is measured: ``kind`` is exact, idle, wide, error, timed, capacity or memory; ``way`` the mega kernel or one of SGLang's."""
 
     kind: str
     shape: str
     way: str
-    weights: str  # dense, sparse, random
+    weights: str  # random, or a grid of the oracle
     limit: Optional[float]
     tokens: int
     idle_rank: bool = False
@@ -130,7 +135,8 @@ def run_rank(rank: int, args: argparse.Namespace) -> None:
 
 def plan(shapes: List[str], ranks: int, with_peers: bool) -> List[Point]:
     """All points, those that share a layer next to each other."""
-    points = []
+    # First, while no layer has left a workspace behind.
+    points = [Point("capacity", shapes[0], f"{OWN}, {capacity}", "random", LIMITS.get(shapes[0]), capacity) for capacity in CAPACITIES]
     for shape in shapes:
         for limit in (None, mxfp4_moe.GRID_LIMIT):
             for weights in ("dense", "sparse"):
@@ -138,6 +144,7 @@ def plan(shapes: List[str], ranks: int, with_peers: bool) -> List[Point]:
                 points += [Point("idle", shape, OWN, weights, limit, 64)] if weights == "dense" else []
                 if ranks > 1:
                     points += [Point("exact", shape, OWN, weights, limit, tokens, idle_rank=True) for tokens in EXACT_TOKENS]
+        points.append(Point("wide", shape, OWN, "wide", None, WIDE_TOKENS))
         for way in [OWN, *(mxfp4_peers.PEERS if with_peers and ranks == 1 else ())]:
             points.append(Point("memory", shape, way, "random", LIMITS.get(shape), 0))
             points += [Point("error", shape, way, "random", LIMITS.get(shape), tokens) for tokens in ERROR_TOKENS]
@@ -170,7 +177,7 @@ class Bench:
     def room(self, point: Point) -> float:
         if self.layers.has(point):
             return ROOM
-        return ROOM_TO_MAKE if point.way == OWN else ROOM_TO_MAKE_PEER
+        return ROOM_TO_MAKE if point.way.startswith(OWN) else ROOM_TO_MAKE_PEER
 
     def take(self, point: Point) -> None:
         """Measure one point; a way that cannot run is named with its reason, once for all of its points of this shape."""
@@ -269,13 +276,20 @@ class Bench:
         wanted = mxfp4_moe.moe(*given, layer.weights, point.limit)
         return {**self.compared(after, wanted), "empty": list(empty.shape)}
 
+    def measure_wide(self, point: Point) -> dict:
+        shape, layer = SHAPES[point.shape], self.layers.of(point)
+        given = mxfp4_moe.grid_tokens(shape, point.tokens, 60 + self.rank, self.device)
+        wanted = mxfp4_moe.moe(*given, layer.weights, point.limit)
+        out = layer.run(*given, point.tokens)
+        return {**self.compared(out, wanted), "error": relative_error(out, wanted)}
+
     def measure_error(self, point: Point) -> dict:
         shape, layer = SHAPES[point.shape], self.layers.of(point)
         given = mxfp4_moe.random_tokens(shape, point.tokens, 40 + self.rank, self.device)
         exact = mxfp4_moe.moe(*given, layer.weights, point.limit, quantise=False)
         poison_free_memory(given[0])
         out = layer.run(*given, point.tokens)
-        return {"error": ((out.double() - exact).norm() / exact.norm()).item()}
+        return {"error": relative_error(out, exact)}
 
     def measure_timed(self, point: Point) -> dict:
         shape, layer = SHAPES[point.shape], self.layers.of(point)
@@ -298,6 +312,19 @@ class Bench:
             dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
             times = rounds.tolist()
         return statistics.median(times)
+
+    def measure_capacity(self, point: Point) -> dict:
+        self.layers.enter(point.shape)
+        self.layers.weights_of(point)
+        before = self.free_memory()
+        layer = self.layers.of(point)
+        return {**self.measure_timed(point), "workspace_bytes": before - self.free_memory() - layer.weight_bytes}
+
+    def free_memory(self) -> int:
+        if self.device != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
 
     def measure_memory(self, point: Point) -> dict:
         return {"bytes": self.layers.of(point).weight_bytes, "checkpoint_bytes": sum(part.nbytes for part in self.layers.of(point).weights)}
@@ -325,14 +352,18 @@ class Layers:
         which = (point.way, point.weights, point.limit)
         return point.shape == self.shape and (which in self.made or which in self.failed)
 
-    def of(self, point: Point) -> Layer:
-        if point.shape != self.shape:
+    def enter(self, shape: str) -> None:
+        """Make room for a shape's layers, if the last ones were of another."""
+        if shape != self.shape:
             self.made.clear()
             self.weights.clear()
             self.failed.clear()
-            self.shape = point.shape
+            self.shape = shape
             if self.device == "cuda":
                 torch.cuda.empty_cache()
+
+    def of(self, point: Point) -> Layer:
+        self.enter(point.shape)
         which = (point.way, point.weights, point.limit)
         if which in self.failed:
             raise RuntimeError(self.failed[which])
@@ -346,14 +377,16 @@ class Layers:
         return self.made[which]
 
     def keep_one_peer(self, way: str) -> None:
-        """Peers hold weights of their own, up to twice the checkpoint's: one at a time."""
+        """Others hold weights of their own, up to twice the checkpoint's: one at a time."""
         for which in [which for which in self.made if which[0] != OWN and which[0] != way]:
             del self.made[which]
 
     def make(self, point: Point) -> Layer:
         shape, weights = SHAPES[point.shape], self.weights_of(point)
         if point.way == OWN:
-            return self.make_own(shape, weights, point.limit)
+            return self.make_own(shape, weights, point.limit, flashinfer_megamoe.CAPACITIES)
+        if point.kind == "capacity":
+            return self.make_own(shape, weights, point.limit, (point.tokens,))
         self.start_sglang()
         layer = mxfp4_peers.make_layer(mxfp4_peers.PEERS[point.way], shape, weights, point.limit)
         return Layer(lambda x, ids, routing, _: layer.run(x, ids, routing), weights, layer.weight_bytes)
@@ -363,17 +396,17 @@ class Layers:
         if point.weights not in self.weights:
             self.weights[point.weights] = (
                 mxfp4_moe.random_experts(shape, 1, self.device) if point.weights == "random"
-                else mxfp4_moe.grid_experts(shape, 2, self.device, dense=point.weights == "dense")
+                else mxfp4_moe.grid_experts(shape, 2, self.device, point.weights)
             )
         return self.weights[point.weights]
 
-    def make_own(self, shape: Shape, weights: Any, limit: Optional[float]) -> Layer:
+    def make_own(self, shape: Shape, weights: Any, limit: Optional[float], capacities: Tuple[int, ...]) -> Layer:
         ranks = self.args.ranks
         local = slice(self.rank * shape.experts // ranks, (self.rank + 1) * shape.experts // ranks)
         own = ExpertWeights.as_loaded(*(part[local].contiguous() for part in weights))
         told = ExpertShape(shape.experts, shape.top_k, shape.hidden, shape.intermediate, limit, self.rank, ranks)
         with interleaving_in_torch() if self.args.interleave_in_torch else nullcontext():
-            experts = MegaMoeExperts(told, own, dist.group.WORLD if ranks > 1 else None)
+            experts = MegaMoeExperts(told, own, dist.group.WORLD if ranks > 1 else None, capacities)
         held = sum(tensor.nbytes for leg in experts.transformed for tensor in leg)
         return Layer(experts.forward, weights, held)
 
@@ -408,6 +441,10 @@ def timed(replay: Callable[[], None], device: str) -> float:
     start = time.perf_counter()
     replay()
     return (time.perf_counter() - start) * 1e6
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 def poison_free_memory(like: torch.Tensor) -> None:
@@ -448,7 +485,7 @@ def sglang_version(tree: Optional[Path]) -> str:
     """Of the package in a folder, by the name of its metadata, which pip leaves beside it."""
     if tree is None:
         return "not run"
-    return next((folder.name.split("-")[1] for folder in sorted(tree.glob("sglang-*.dist-info"))), "of unknown version")
+    return next((folder.stem.split("-")[1] for folder in sorted(tree.glob("sglang-*.dist-info"))), "of unknown version")
 
 
 def version_of(module: str) -> str:
@@ -468,6 +505,11 @@ def render(report: dict) -> str:
         f"`{report['command']}`; how: the docstring of `benchmark/bench_mxfp4_hopper.py`. Points left: {report['left']}.",
         "",
         *render_exact([point for point in points if point["kind"] in ("exact", "idle")]),
+        *(
+            f"Wider sums, {point['shape']}, T={point['tokens']}: {point['mismatches']} of {point['elements']} elements differ, error {point['error']:.1e}."
+            for point in points if point["kind"] == "wide"
+        ),
+        *render_capacities([point for point in points if point["kind"] == "capacity"]),
     ]
     for shape, size in report["shapes"].items():
         measured = [point for point in points if point["shape"] == shape and point["kind"] in ("error", "timed", "memory")]
@@ -499,6 +541,13 @@ def render_exact(points: List[dict]) -> List[str]:
         named = ", ".join(f"{name} {point[name]}" for name in ("kind", "shape", "weights", "limit", "tokens", "idle_rank"))
         lines.append(f"- not exact: {named}: {point['mismatches']} of {point['elements']} elements, again/graph/other {point.get('again_graph_other')}")
     return lines
+
+
+def render_capacities(points: List[dict]) -> List[str]:
+    if not points:
+        return []
+    lines = ["", f"Workspaces, {points[0]['shape']}, each full of tokens:", "", "| tokens | µs | memory, GB |", "|---|---|---|"]
+    return lines + [f"| {point['tokens']} | {point['us']:.1f} | {point['workspace_bytes'] / 1e9:.2f} |" for point in points]
 
 
 def render_ways(points: List[dict]) -> List[str]:

@@ -8,7 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Callable, Dict, NamedTuple, Optional
 
+import mxfp4_moe
 import torch
+
+TUNED_TOKENS = 2048
 
 
 class Peer(NamedTuple):
@@ -58,10 +61,22 @@ def make_layer(peer: Peer, shape: Any, weights: Any, limit: Optional[float]) -> 
     torch.cuda.empty_cache()
 
     def run(x: torch.Tensor, ids: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        # Kernels may write over their input.
-        return experts(x.clone(), StandardTopKOutput(routing, ids.int(), None))
+        # Kernels may write over their input; of the router's logits one asks the shape.
+        return experts(x.clone(), StandardTopKOutput(routing, ids.int(), routing.new_empty(len(x), shape.experts)))
 
-    return Layer(run, torch.cuda.memory_allocated() - before)
+    held = torch.cuda.memory_allocated() - before
+    if peer.runner == "flashinfer_mxfp4":
+        _tune(run, shape)
+    return Layer(run, held)
+
+
+def _tune(run: Callable[..., torch.Tensor], shape: Any) -> None:
+    """What SGLang does at start-up for this runner: FlashInfer times its tactics, here up to ``TUNED_TOKENS``."""
+    from flashinfer.autotuner import autotune
+
+    with autotune(True):
+        run(*mxfp4_moe.random_tokens(shape, TUNED_TOKENS, device="cuda"))
+    torch.cuda.empty_cache()
 
 
 def _build(peer: Peer, shape: Any, limit: Optional[float]) -> torch.nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path, PurePosixPath
-from typing import List
+from typing import List, Optional
 
 from .fs import read_file
 
@@ -32,9 +32,11 @@ def compiled_of(root: Path, source: str) -> List[str]:
     return [compiled.relative_to(root).as_posix() for compiled in found]
 
 
-def hiding(root: Path, source: str) -> List[str]:
-    """Return the compiled files that keep Python from running a source as it is now."""
-    text = read_file(root / source)
+def hiding(root: Path, source: str, text: Optional[bytes] = None) -> List[str]:
+    """Return the compiled files that keep Python from running a source as it is now, or as `text`."""
+    if text is None:
+        found = read_file(root / source)
+        text = found and found[0]
     return [path for path in compiled_of(root, source) if _hides(read_file(root / path), text)]
 
 
@@ -43,4 +45,4 @@ def _hides(compiled, text) -> bool:
         return False
     # Another Python hashes in another way: what it compiled counts as stale, and it compiles again.
     ours = compiled[0][:4] == importlib.util.MAGIC_NUMBER
-    return not (ours and text and compiled[0][8:16] == importlib.util.source_hash(text[0]))
+    return not (ours and text and compiled[0][8:16] == importlib.util.source_hash(text))

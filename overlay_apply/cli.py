@@ -74,7 +74,7 @@ def revert(
     target: Optional[Path] = _TARGET,
     base: Optional[str] = _BASE,
     keep_edited: bool = typer.Option(
-        False, "--keep-edited", help="Leave files that were edited since as they are; restore the others."
+        False, "--keep-edited", help="Keep edits made since: take the overlay out around them, or leave the file alone where it cannot; restore all others."
     ),
     json: bool = _JSON,
 ) -> int:

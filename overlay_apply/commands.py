@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -10,14 +11,16 @@ from . import __version__, diff
 from .bases import Base, Evidence, Manifest, load_manifest
 from .bytecode import hiding
 from .environment import Environment, environment_of
-from .errors import Unsupported, UsageFault
+from .errors import Interfered, Unsupported, UsageFault
 from .flags import read_flags
-from .fs import Fs
+from .fs import FileState, Fs, read_file, sha256
+from .merge import taken_out
 from .patches import choose, features_of, load_patches
 from .plan import Plan, foreign, make_plan, new_dirs
 from .project import Project
 from .situation import (
     APPLIED,
+    CALL,
     CLEAN,
     MODIFIED,
     NO_RECEIPT,
@@ -139,9 +142,11 @@ def revert(request: Request, keep_edited: bool = False) -> dict:
         if edited and not keep_edited:
             raise situation.fault_since()
         replaced_by = situation.replaced_by()
+        merged = {} if replaced_by else _without_ours(situation, edited)
+        edited = [path for path in edited if path not in merged]
         files = []
         if situation.receipt:
-            change, contents = _way_back(situation, set(edited))
+            change, contents = _way_back(situation, set(edited), merged)
             _check_writable(target, change)
             commit(store, change, contents)
             files = change.files
@@ -151,6 +156,7 @@ def revert(request: Request, keep_edited: bool = False) -> dict:
         "outcome": "reverted" if files or recovered else NOTHING,
         "files": [{"file": file.path, "kind": file.kind} for file in files],
         **_not_put_back(situation, {*left, *edited}, replaced_by),
+        "merged": sorted(merged),
         "left_dirs": _left_dirs(situation),
     }
 
@@ -283,22 +289,49 @@ def _is_nothing(change: Change) -> bool:
     return not change.files and change.receipt_before == change.receipt_after
 
 
-def _way_back(situation: Situation, leave: set) -> tuple:
-    """Return (change, contents) from what is there now to the original files; those in `leave` stay, and nothing compiled hides them."""
+def _way_back(situation: Situation, leave: set, merged: dict) -> tuple:
+    """Return (change, contents) from what is there now to the original files, or to those `merged`.
+
+    Those in `leave` stay, and nothing compiled hides either.
+    """
     contents: dict = {}
     files = []
     for file in reversed(situation.receipt.files):
-        if is_left(file, leave):
+        if file.path not in merged and is_left(file, {*leave, *merged}):
             continue
         now = current(situation.target, file.path, contents)
-        if file.before:
-            contents[file.before.sha256] = situation.bytes_of(file.before.sha256)
-        if (now and now.sha256) != (file.before and file.before.sha256):
-            files.append(FileChange(file.path, file.kind, now, file.before))
-    for path in (path for source in sorted(leave) for path in hiding(situation.target.root, source)):
+        back = _back(situation, file, merged, contents)
+        if (now and now.sha256) != (back and back.sha256):
+            files.append(FileChange(file.path, file.kind, now, back))
+    sources = sorted({*leave, *merged})
+    for path in (path for source in sources for path in hiding(situation.target.root, source, merged.get(source))):
         files.append(FileChange(path, BYTECODE, current(situation.target, path, contents), None))
     dirs = situation.receipt.dirs[::-1]
     return Change(files, [], dirs, situation.receipt_on_disk(), None), contents
+
+
+def _back(situation: Situation, file: FileChange, merged: dict, contents: dict) -> Optional[FileState]:
+    """Return what a file becomes, its bytes put into `contents`."""
+    if file.path in merged:
+        back = FileState(sha256(merged[file.path]), file.before.mode)
+        contents[back.sha256] = merged[file.path]
+        return back
+    if file.before:
+        contents[file.before.sha256] = situation.bytes_of(file.before.sha256)
+    return file.before
+
+
+def _without_ours(situation: Situation, edited: list) -> dict:
+    """Return the edited files, by path, out of which the overlay's changes can be taken: with the edits, and without those."""
+    found = {}
+    for file in situation.receipt.files if situation.receipt else ():
+        now = read_file(situation.target.root / file.path) if file.path in edited and file.kind == PATCHED else None
+        if now is not None:
+            with contextlib.suppress(Interfered):  # an older version did not keep what it wrote
+                result = taken_out(situation.bytes_of(file.after.sha256), situation.bytes_of(file.before.sha256), now[0])
+                if result is not None and CALL not in result:
+                    found[file.path] = result
+    return found
 
 
 def _edited_in_journal(store: Store) -> list:

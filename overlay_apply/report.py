@@ -103,6 +103,8 @@ def show_revert(result: dict) -> None:
     """Tell what revert did."""
     print(f"{result['target']}: {result['outcome']}")
     _files(result["files"])
+    for path in result.get("merged", ()):
+        print(f"taken out of it, with your edits left in: {path}")
     for path in result["left"]:
         print(f"left as it is, with your edits (and what the overlay put in): {path}")
     for path in result.get("left_dirs", ()):

@@ -18,7 +18,7 @@ from .target import Target
 CLEAN, APPLIED, NO_RECEIPT = "clean", "applied", "applied (no receipt)"
 PARTLY, MODIFIED, UNSUPPORTED = "partly applied", "modified since", "unsupported"
 
-_CALL = f".{OVERLAY_NAME}.".encode()
+CALL = f".{OVERLAY_NAME}.".encode()
 _VERSION = re.compile(r"v?[0-9]")
 
 
@@ -80,7 +80,7 @@ class Situation:
 
     def _is_ours(self, file: FileChange) -> bool:
         now = read_file(self.target.root / file.path)
-        return now is not None and (sha256(now[0]) == _digest(file.after) or _CALL in now[0])
+        return now is not None and (sha256(now[0]) == _digest(file.after) or CALL in now[0])
 
     def _version_now(self) -> Optional[str]:
         """Return the tree's own version as it is by now; None where nothing says it."""
@@ -208,8 +208,8 @@ def edited_fault(edited: list) -> Interfered:
         file=edited[0],
         expected="the file as the overlay wrote it",
         found="other contents",
-        remedy="take your edit back (or keep it aside) and run again, or `revert --keep-edited`, "
-        "which restores all other files and leaves the edited ones as they are",
+        remedy="take your edit back (or keep it aside) and run again, or `revert --keep-edited`, which restores all other files, "
+        "takes what the overlay put in out of the edited ones, and leaves those alone where your edit is in the middle of that",
         details=[{"edited": path} for path in edited],
     )
 
@@ -244,7 +244,7 @@ def _callers(target: Target, manifest: Manifest) -> list:
     """Return the patched files of any base that call the overlay: without it they cannot be imported."""
     paths = {target.in_package(file) for base in manifest.bases for file in base.files}
     texts = {path: read_file(target.root / path) for path in sorted(paths)}
-    return [path for path, found in texts.items() if found and _CALL in found[0]]
+    return [path for path, found in texts.items() if found and CALL in found[0]]
 
 
 def current(target: Target, path: str, contents: dict) -> Optional[FileState]:

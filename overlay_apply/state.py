@@ -46,6 +46,10 @@ class FileChange:
     def inverse(self) -> "FileChange":
         return replace(self, before=self.after, after=self.before)
 
+    def kept(self) -> Iterator[FileState]:
+        """Yield the states whose bytes stay in the state folder: the original, and what the overlay made of it."""
+        yield from filter(None, (self.before, self.after if self.kind == PATCHED else None))
+
     @staticmethod
     def from_dict(data: dict) -> "FileChange":
         states = {side: data[side] and FileState(**data[side]) for side in ("before", "after")}
@@ -231,7 +235,7 @@ class Store:
         if self.journal_file.exists() or not self.exists():
             return
         receipt = self.receipt()
-        wanted = {file.before.sha256 for file in receipt.files if file.before} if receipt else set()
+        wanted = {state.sha256 for file in receipt.files for state in file.kept()} if receipt else set()
         lasting = {self.receipt_file.name, self.lock_file.name, self.ignore_file.name}
         self._clear(self.staged, keep=set())
         self._clear(self.blobs, keep=wanted)

@@ -106,7 +106,7 @@ def _prepare(store: Store, change: Change, contents: Mapping[str, bytes]) -> dic
     """Write all new contents, and keep all old ones; return where each path's new contents are."""
     store.make_folders()
     kept = [file.before for file in change.files]
-    kept += [file.before for file in change.receipt_after.files] if change.receipt_after else []
+    kept += [state for file in change.receipt_after.files for state in file.kept()] if change.receipt_after else []
     for state in kept:
         if state is not None and state.sha256 in contents:
             store.keep(state.sha256, contents[state.sha256])

@@ -126,14 +126,36 @@ def routes(shape: Shape, tokens: int, random, device) -> torch.Tensor:
 # Inputs on which the kernel's arithmetic rounds nowhere but to bf16. What makes them so:
 # * a token's largest magnitude is 448 * 2**k, and each value E4M3 at that scale: quantising x is exact;
 # * columns of x come in equal pairs, and rows of w13 and w2 in opposite ones, but for one column a row: sums are dense and exact;
-# * what a gate row picks is a power of two from 32 on, or 0, or at most -200: SiLU is the gate itself, or 0;
+# * what a gate row picks is a power of two from 512 on, or 0, or at most -200: SiLU is the gate itself, or 0; a limit of 448 makes all the former alike;
 # * up rows pick three bits of mantissa; the first row of each 64 picks the most, 448 * 2**k: quantising FC2's input is exact;
 # * weights are powers of two.
 GATE_COLUMNS, UP_COLUMNS = slice(2, 64), slice(64, 128)
 GATE_INPUTS = (0.0, 256.0, 128.0, -256.0, -448.0)
 UP_INPUTS = (448.0, 320.0, 256.0, 192.0, 112.0, 64.0, -384.0, -224.0, -96.0)
 OTHER_INPUTS = (0.0, 64.0, 128.0, -128.0, 256.0)
-GRID_LIMIT = 1024.0
+GRID_LIMIT = E4M3_MAX
+
+
+class Grid(NamedTuple):
+    """Codes and the exponents ``[low, high)`` of what rows pick, and the exponents of all else in w13 and of w2."""
+
+    dense: bool
+    gate: tuple
+    gate_exponents: tuple
+    up: tuple
+    up_exponents: tuple
+    w13_exponents: tuple
+    w2_exponents: tuple
+
+
+# ``sparse``: one column a row, exponents over 11 steps. ``dense``: every code is used, and each term is a multiple of the largest one's power of two over
+# 2**12. ``wide``: dense over 7 steps, which is more than Hopper's FP8 tensor cores keep of a sum: 13 bits below the largest term's power of two.
+GRIDS = {
+    "sparse": Grid(False, (2.0, 4.0), (2, 4), (0.5, 1.0), (-3, 1), (-7, 4), (-7, 4)),
+    "dense": Grid(True, (4.0,), (1, 2), (0.5, 1.0), (0, 1), (-2, 3), (-1, 2)),
+    "wide": Grid(True, (2.0, 4.0), (2, 4), (0.5, 1.0), (-3, 1), (-3, 4), (-3, 4)),
+}
+KEPT_BITS = 13
 
 
 def grid_tokens(shape: Shape, tokens: int, seed: int = 1, device="cpu") -> tuple:
@@ -153,47 +175,48 @@ def grid_tokens(shape: Shape, tokens: int, seed: int = 1, device="cpu") -> tuple
     return x.bfloat16(), routes(shape, tokens, random, device), weights.float()
 
 
-def grid_experts(shape: Shape, seed: int = 0, device="cpu", dense: bool = True) -> Experts:
-    """Experts on the grid. ``dense``: every code is used, exponents over 7 steps; else one column a row, exponents over 11 steps."""
-    grid = _Grid(shape, seed, device, dense)
+def grid_experts(shape: Shape, seed: int = 0, device="cpu", kind: str = "dense") -> Experts:
+    """Experts on one of ``GRIDS``."""
+    grid = _Grid(shape, seed, device, GRIDS[kind])
     parts = [grid.expert() for _ in range(shape.experts)]
     return Experts(*(torch.stack(part) for part in zip(*parts)))
 
 
 class _Grid:
-    def __init__(self, shape: Shape, seed: int, device, dense: bool) -> None:
-        self.shape, self.device, self.dense = shape, device, dense
+    def __init__(self, shape: Shape, seed: int, device, grid: Grid) -> None:
+        self.shape, self.device, self.grid = shape, device, grid
         self.random = torch.Generator(device).manual_seed(seed)
 
     def expert(self) -> tuple:
-        gate = self.picking_rows(self.shape.intermediate, GATE_COLUMNS, (2.0, 4.0), (0, 4), column_of_first=0)
-        up = self.picking_rows(self.shape.intermediate, UP_COLUMNS, (0.5, 1.0), (-3, 1), column_of_first=UP_COLUMNS.start)
+        grid, shape = self.grid, self.shape
+        gate = self.picking_rows(GATE_COLUMNS, grid.gate, grid.gate_exponents, column_of_first=0)
+        up = self.picking_rows(UP_COLUMNS, grid.up, grid.up_exponents, column_of_first=UP_COLUMNS.start)
         w13, w13_scale = (torch.cat(both) for both in zip(gate, up))
-        columns = self.integers(0, self.shape.intermediate, self.shape.hidden)
-        w2, w2_scale = self.rows(columns, self.pick((0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5, -3.0, -6.0), len(columns)), None, self.shape.intermediate)
+        columns = self.integers(0, shape.intermediate, shape.hidden)
+        codes = self.pick((0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5, -3.0, -6.0), shape.hidden)
+        w2, w2_scale = self.rows(columns, codes, shape.intermediate, grid.w2_exponents)
         return packed(w13), packed(w2), w13_scale, w2_scale
 
-    def picking_rows(self, rows: int, columns: slice, codes: tuple, exponents: tuple, column_of_first: int) -> tuple:
+    def picking_rows(self, columns: slice, codes: tuple, exponents: tuple, column_of_first: int) -> tuple:
         """Rows in equal pairs; the first of each 64 has the largest code and exponent, and a column of its own."""
-        pairs = rows // 2
+        pairs = self.shape.intermediate // 2
         column, code = self.integers(columns.start, columns.stop, pairs), self.pick(codes, pairs)
         exponent = self.integers(*exponents, pairs)
         first = torch.arange(0, pairs, BLOCK // 2, device=self.device)
         column[first], code[first], exponent[first] = column_of_first, max(codes), exponents[1] - 1
-        matrix, scale = self.rows(column, code, exponent, self.shape.hidden)
+        matrix, scale = self.rows(column, code, self.shape.hidden, self.grid.w13_exponents, exponent)
         return matrix.repeat_interleave(2, 0), scale.repeat_interleave(2, 0)
 
-    def rows(self, column, code, exponent, width: int) -> tuple:
+    def rows(self, column, code, width: int, exponents: tuple, exponent=None) -> tuple:
         """``[len(column), width]`` numbers of E2M1 and their exponents: ``code * 2**exponent`` in ``column``, else pairs that cancel."""
         count, place = len(column), torch.arange(len(column), device=self.device)
         matrix = torch.zeros(count, width, device=self.device)
-        if self.dense:
+        if self.grid.dense:
             half = self.pick(E2M1 + tuple(-value for value in E2M1[1:]), count, width // 2)
             matrix = torch.stack([half, -half], -1).flatten(1)
             matrix[place, column ^ 1] = 0
         matrix[place, column] = code.float()
-        low, high = (-3, 4) if self.dense else (-7, 4)
-        scale = self.integers(low, high, count, width // GROUP)
+        scale = self.integers(*exponents, count, width // GROUP)
         if exponent is not None:
             scale[place, column // GROUP] = exponent
         return matrix, (scale + BIAS).to(torch.uint8)

@@ -157,7 +157,7 @@ def test_kill_during_recovery(case, repair, project, checkout):
     pristine = snapshot(checkout)
     half = case.fresh().with_name("half")
     case.fresh().rename(half)
-    assert killed(project, case.steps * 2 // 3, case.name, half, **case.options)
+    assert killed(project, case.steps * 3 // 4, case.name, half, **case.options)
     assert perform(project, "status", half)["state"] == "partly applied"
     kills = 0
     while True:

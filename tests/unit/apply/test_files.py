@@ -258,11 +258,20 @@ edits:
 def test_an_edited_file_that_is_left_is_what_python_runs(run, package, plain):
     """What was compiled from the file before the overlay is not put back over it."""
     assert run("apply", package).code == 0
-    plain.write_text(plain.read_text() + "MY_EDIT = 1\n")
+    plain.write_text("MY_EDIT = 1; " + plain.read_text())
     answer = run("revert", "--keep-edited", package, "--json")
     assert answer.code == 0 and answer.data["left"] == ["sglang/srt/layers/plain.py"]
     assert not list(plain.parent.glob("__pycache__/plain.*"))
     assert (value_of(package, "VALUE"), value_of(package, "MY_EDIT")) == ("new", "1")
+
+
+def test_an_edited_file_that_the_overlay_is_taken_out_of_is_what_python_runs(run, package, plain):
+    assert run("apply", package).code == 0
+    plain.write_text(plain.read_text() + "MY_EDIT = 1\n")
+    py_compile.compile(str(plain), invalidation_mode=UNCHECKED, doraise=True)
+    answer = run("revert", "--keep-edited", package, "--json")
+    assert answer.code == 0 and answer.data["merged"] == ["sglang/srt/layers/plain.py"]
+    assert (value_of(package, "VALUE"), value_of(package, "MY_EDIT")) == ("old", "1")
 
 
 def test_what_was_compiled_since_does_not_hide_an_edited_file(run, package, plain):
@@ -270,7 +279,7 @@ def test_what_was_compiled_since_does_not_hide_an_edited_file(run, package, plai
     for edit_last in (True, False):
         assert run("apply", package).code == 0
         edits = [
-            lambda: plain.write_text(plain.read_text() + "MY_EDIT = 1\n"),
+            lambda: plain.write_text("MY_EDIT = 1; " + plain.read_text()),
             lambda: py_compile.compile(str(plain), invalidation_mode=UNCHECKED, doraise=True),
         ]
         for act in reversed(edits) if edit_last else edits:

@@ -29,7 +29,7 @@ def test_patched_files_without_the_overlay_are_not_clean(run, package, command):
 
 def test_what_keep_edited_leaves_is_not_clean(run, package):
     assert run("apply", package).code == 0
-    (package / NET_FILE).write_text((package / NET_FILE).read_text() + "# mine\n")
+    (package / NET_FILE).write_text((package / NET_FILE).read_text().replace("route(self)(x)", "route(self)(2 * x)"))
     assert run("revert", package, "--keep-edited").code == 0
     status = run("status", package, "--json")
     assert (status.code, status.data["state"]) == (5, "partly applied")
@@ -92,7 +92,7 @@ def test_an_edit_on_a_tried_base_is_no_upgrade(run, package):
     """The tree's version is not the receipt's base, and never was."""
     write_tree(package / "sglang", {"_version.py": "__version__ = '0.5.21'\n", "srt/layers/comm.py": COMM + "# of 0.5.21\n"})
     assert run("apply", package, "--try-base", "v0.5.20").code == 0
-    (package / NET_FILE).write_text((package / NET_FILE).read_text() + "# mine\n")
+    (package / NET_FILE).write_text((package / NET_FILE).read_text().replace("route(self)(x)", "route(self)(2 * x)"))
     assert "a patched file was edited since" in run("revert", package).err
     assert run("revert", "--keep-edited", package, "--json").data["left"] == [NET_FILE]
 

@@ -24,7 +24,6 @@ PREPROCESS = "preprocess_sm90_pull_mxfp4_mega_weights"
 KERNEL_FILE = "moe_ep/backends/mega/kernel/sm90/fp8_mxfp4_bf16_pull_cutedsl/config.py"
 # A launch costs what its workspace's capacity costs, so a decode of a few tokens must not run in one made for prefill.
 CAPACITIES = (64, 256, 1024)
-LARGEST = CAPACITIES[-1]
 DIVISOR = 128
 GROUP = 32
 
@@ -132,18 +131,19 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-def capacity_for(tokens: int) -> int:
+def capacity_for(tokens: int, capacities: Tuple[int, ...] = CAPACITIES) -> int:
     """The smallest workspace that holds ``tokens`` of one rank, at most the largest there is."""
-    return next((capacity for capacity in CAPACITIES if tokens <= capacity), LARGEST)
+    return next((capacity for capacity in capacities if tokens <= capacity), capacities[-1])
 
 
-def launches(tokens: int) -> Iterator[Tuple[int, int]]:
-    """``(first row, capacity)`` of each launch of a forward, from the tokens of the rank that has most.
+def launches(tokens: int, capacities: Tuple[int, ...] = CAPACITIES) -> Iterator[Tuple[slice, int]]:
+    """``(rows, capacity)`` of each launch of a forward, from the tokens of the rank that has most.
 
     Every rank must give the same number: all ranks take part in a launch or none does, and in a workspace of the same capacity.
     """
-    for begin in range(0, tokens, LARGEST):
-        yield begin, capacity_for(min(tokens - begin, LARGEST))
+    largest = capacities[-1]
+    for begin in range(0, tokens, largest):
+        yield slice(begin, begin + largest), capacity_for(tokens - begin, capacities)
 
 
 class MegaMoeExperts:
@@ -153,21 +153,24 @@ class MegaMoeExperts:
     shared by the layers of one shape, so only the first of them compiles (seconds a capacity) and takes memory.
     """
 
-    def __init__(self, shape: ExpertShape, weights: ExpertWeights, group: Any = None) -> None:
+    def __init__(
+        self, shape: ExpertShape, weights: ExpertWeights, group: Any = None, capacities: Tuple[int, ...] = CAPACITIES
+    ) -> None:
         """Prepare the weights, make the workspaces and run each of them once.
 
         Args:
             group: the process group of the expert-parallel ranks; None where there is one rank and no process group.
+            capacities: tokens of one rank that each workspace holds, ascending.
 
         Raises:
             MegaMoeRefused: the kernel does not take these experts, or FlashInfer does not have it.
         """
         shape.check()
-        self.shape = shape
+        self.shape, self.capacities = shape, capacities
         self._moe_ep = import_kernel()
         self.transformed = self._preprocess(weights)
         self._layer = self._make_layer(weights.w13.device, group)
-        self._workspaces = {capacity: self._layer.create_workspace(capacity) for capacity in CAPACITIES}
+        self._workspaces = {capacity: self._layer.create_workspace(capacity) for capacity in capacities}
         for capacity, workspace in self._workspaces.items():
             self._layer.warmup(self._warm_up_tokens(capacity, weights.w13.device), workspace=workspace)
 
@@ -188,7 +191,7 @@ class MegaMoeExperts:
                 world_size=shape.world_size, rank=shape.rank, device=device.index, process_group=group
             ),
             fleet_params=moe_ep.FleetParams(
-                num_experts=shape.num_experts, max_tokens_per_rank=LARGEST, token_hidden_size=shape.hidden_size
+                num_experts=shape.num_experts, max_tokens_per_rank=self.capacities[-1], token_hidden_size=shape.hidden_size
             ),
             weights=None,
             backend=moe_ep.MegaConfig(
@@ -235,8 +238,7 @@ class MegaMoeExperts:
         ids = topk_ids.long().contiguous().view(tokens, self.shape.top_k)
         weights = topk_weights.float().contiguous().view(tokens, self.shape.top_k)
         output = torch.empty_like(hidden_states)
-        for begin, capacity in launches(tokens_of_fullest_rank):
-            rows = slice(begin, begin + LARGEST)
+        for rows, capacity in launches(tokens_of_fullest_rank, self.capacities):
             part = self._moe_ep.MoEEpTensors(
                 hidden_states=hidden_states[rows], topk_ids=ids[rows], topk_weights=weights[rows], output=output[rows]
             )

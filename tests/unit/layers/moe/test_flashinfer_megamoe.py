@@ -47,10 +47,10 @@ def relative_error(result, exact):
     return ((result.double() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("kind", mxfp4_moe.GRIDS)
 @pytest.mark.parametrize("limit", [None, mxfp4_moe.GRID_LIMIT])
-def test_exact_on_the_grid(dense, limit):
-    weights = GRID(dense=dense)
+def test_exact_on_the_grid(kind, limit):
+    weights = GRID(kind=kind)
     x, ids, routing = mxfp4_moe.grid_tokens(SHAPE, 70)
     ids[::5, 1], ids[7] = -1, -1
     exact = mxfp4_moe.moe(x, ids, routing, weights, limit)
@@ -66,7 +66,38 @@ def test_the_grid_quantises_without_error_and_its_limit_clamps():
     assert torch.equal(mxfp4_moe.quantised(x, SHAPE.hidden), x.double())
     free, exact = (mxfp4_moe.routed_rows(x, ids, routing, weights, quantise=quantise) for quantise in (False, True))
     assert torch.equal(free.bfloat16().double(), exact)
-    assert not torch.equal(mxfp4_moe.moe(x, ids, routing, weights, mxfp4_moe.GRID_LIMIT), mxfp4_moe.moe(x, ids, routing, weights))
+
+
+@pytest.mark.parametrize("kind", mxfp4_moe.GRIDS)
+def test_the_limit_of_the_grid_clamps_gates_and_both_sides_of_up(kind):
+    weights, limit = GRID(kind=kind), mxfp4_moe.GRID_LIMIT
+    gate, up = (mxfp4_moe.grid_tokens(SHAPE, 40)[0].double() @ weights.of(0)[0].T).chunk(2, -1)
+    assert (gate > limit).any() and (up > limit).any() and (up < -limit).any() and (up.abs() < limit).any()
+
+
+def kept(terms: torch.Tensor) -> bool:
+    """Whether each of ``[..., N]`` terms is a whole number of the last bit that tensor cores keep of their sum."""
+    last = torch.exp2(torch.frexp(terms.abs().amax()).exponent - 1.0 - mxfp4_moe.KEPT_BITS)
+    return bool((terms % last == 0).all())
+
+
+@pytest.mark.parametrize("limit", [None, mxfp4_moe.GRID_LIMIT])
+def test_sums_of_the_dense_grid_fit_what_tensor_cores_keep_and_those_of_the_wide_one_do_not(limit):
+    fits = {kind: list(map(kept, terms_of(GRID(kind=kind).of(0), limit))) for kind in ("dense", "wide")}
+    assert fits == {"dense": [True, True], "wide": [False, False]}
+
+
+def terms_of(matrices, limit):
+    """All products of both GEMMs, in units of the activations' scales."""
+    w13, w2 = matrices
+    inputs = mxfp4_moe.grid_tokens(SHAPE, 20)[0].double()
+    inputs = inputs / (inputs.abs().amax(1, keepdim=True) / mxfp4_moe.E4M3_MAX)
+    gate, up = (inputs @ w13.T).chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    hidden = (gate.clamp(min=0) * up).unflatten(-1, (-1, mxfp4_moe.BLOCK))
+    codes = (hidden / (hidden.abs().amax(-1, keepdim=True) / mxfp4_moe.E4M3_MAX)).flatten(-2)
+    return inputs[:, None] * w13, codes[:, None] * w2
 
 
 def test_random_inputs_stay_near_float64():
@@ -122,7 +153,7 @@ def test_the_smallest_workspace_that_holds_the_batch(tokens, capacity):
     [(0, []), (64, [(0, 64)]), (1024, [(0, 1024)]), (1025, [(0, 1024), (1024, 64)]), (2200, [(0, 1024), (1024, 1024), (2048, 256)])],
 )
 def test_a_batch_larger_than_any_workspace_is_launched_in_parts(tokens, expected):
-    assert list(launches(tokens)) == expected
+    assert [(rows.start, capacity) for rows, capacity in launches(tokens)] == expected
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 300, 1100])
@@ -133,7 +164,15 @@ def test_a_forward_runs_in_the_workspaces_it_should(tokens):
     out = experts.forward(x, ids, routing, tokens)
     assert torch.equal(out.double(), mxfp4_moe.moe(x, ids, routing, weights))
     (layer,) = megamoe_stand_in.MoEEpMegaLayer.made
-    assert layer.launched == [(capacity, min(flashinfer_megamoe.LARGEST, tokens - begin)) for begin, capacity in launches(tokens)]
+    assert layer.launched == [(capacity, len(x[rows])) for rows, capacity in launches(tokens)]
+
+
+def test_workspaces_of_other_sizes():
+    weights = GRID()
+    x, ids, routing = mxfp4_moe.grid_tokens(SHAPE, 300)
+    experts = MegaMoeExperts(shape_of(), ExpertWeights.as_loaded(*weights), capacities=(32, 128))
+    assert torch.equal(experts.forward(x, ids, routing, 300).double(), mxfp4_moe.moe(x, ids, routing, weights))
+    assert megamoe_stand_in.MoEEpMegaLayer.made[0].launched == [(128, 128), (128, 128), (128, 44)]
 
 
 @pytest.mark.parametrize("fullest, expected", [(0, []), (3, [(64, 0)]), (70, [(256, 0)]), (1025, [(1024, 0), (64, 0)])])
