@@ -8,7 +8,8 @@ Writes ``NAME.svg`` of each ``NAME.json`` into ``docs/images``:
 * boundary: microseconds per layer boundary over the number of tokens by every way, and the bound (both as ``bench_boundary.py`` defines them);
 * serve: decode output of each arm over stock's for each batch size, with the least and the largest round, and stock's spread against itself;
 * finalize: microseconds of the finalize kernel and of SGLang's, with the L2 cache cold and warm;
-* ue8m0: the whole FP8 MoE with power-of-two scales over the same with continuous ones.
+* ue8m0: the whole FP8 MoE with power-of-two scales over the same with continuous ones;
+* mxfp4: microseconds of a layer of MXFP4 experts by the mega kernel and by SGLang's ways, at one shape.
 
 Needs matplotlib, which nothing else here does: ``pip install matplotlib``.
 """
@@ -122,6 +123,28 @@ def draw_scale_ratios(report: Mapping, file: Path) -> None:
     _finish(figure, axes, sorted({tokens for curve in found.values() for tokens, _ in curve}), file)
 
 
+def way_curves(report: Mapping, shape: str) -> Dict[str, Curve]:
+    """Way -> (tokens, microseconds), ascending."""
+    found: Dict[str, Curve] = {}
+    for point in report["points"].values():
+        if (point["kind"], point["shape"]) == ("timed", shape):
+            found.setdefault(point["way"], []).append((point["tokens"], point["us"]))
+    if not found:
+        raise ValueError(f"nothing was measured at {shape}")
+    return {way: sorted(curve) for way, curve in found.items()}
+
+
+def draw_ways(report: Mapping, file: Path) -> None:
+    shape, size = next(iter(report["shapes"].items()))
+    sizes = ", ".join(f"{short}={size[name]}" for short, name in (("E", "experts"), ("H", "hidden"), ("I", "intermediate"), ("top_k", "top_k")))
+    figure, axes = _axes(f"MXFP4 experts of {shape} on {report['ranks']}×{report['device']}\n{sizes}", "tokens", "µs per layer")
+    found = way_curves(report, shape)
+    for number, (way, curve) in enumerate(found.items()):
+        axes.plot(*zip(*curve), label=way, marker="." if number else "o", linewidth=1 if number else 2.5)
+    axes.set_yscale("log")
+    _finish(figure, axes, sorted({tokens for curve in found.values() for tokens, _ in curve if tokens.bit_count() == 1}), file)
+
+
 def _axes(title: str, across: str, up: str):
     import matplotlib
 
@@ -142,7 +165,7 @@ def _finish(figure, axes, ticks: List[int], file: Path) -> None:
     axes.minorticks_off()
     if axes.get_yscale() == "log":
         least, largest = axes.get_ylim()
-        marks = [mark for mark in (2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000) if least <= mark <= largest]
+        marks = [mark for mark in (2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000, 2000, 5000) if least <= mark <= largest]
         axes.set_yticks(marks, [str(mark) for mark in marks])
     axes.legend(fontsize=8)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,19 +173,20 @@ def _finish(figure, axes, ticks: List[int], file: Path) -> None:
     print(f"{file}: {file.stat().st_size} bytes")
 
 
-KINDS = ("boundary", "serve", "finalize", "ue8m0")
-COMMITTED = {"boundary": "boundary_h200", "serve": "serve_boundary_h200", "finalize": "finalize_h200", "ue8m0": "ue8m0_h200"}
+COMMITTED = {
+    "boundary": "boundary_h200", "serve": "serve_boundary_h200", "finalize": "finalize_h200", "ue8m0": "ue8m0_h200", "mxfp4": "mxfp4_hopper_h200",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for kind in KINDS:
+    for kind in COMMITTED:
         parser.add_argument(f"--{kind}", type=Path, help=f"a JSON of results (committed: {COMMITTED[kind]}.json)")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="default: docs/images")
     args = parser.parse_args()
-    given = {kind: getattr(args, kind) for kind in KINDS if getattr(args, kind)}
+    given = {kind: getattr(args, kind) for kind in COMMITTED if getattr(args, kind)}
     for kind, file in (given or {kind: ROOT / "benchmark" / "results" / f"{name}.json" for kind, name in COMMITTED.items()}).items():
         draw(kind, json.loads(file.read_text()), args, args.images / f"{file.stem}.svg")
 
@@ -174,8 +198,10 @@ def draw(kind: str, results: Mapping, args: argparse.Namespace, file: Path) -> N
         draw_ratios(results, file)
     elif kind == "finalize":
         draw_finalize(results, args.hidden, args.top_k, file)
-    else:
+    elif kind == "ue8m0":
         draw_scale_ratios(results, file)
+    else:
+        draw_ways(results, file)
 
 
 if __name__ == "__main__":

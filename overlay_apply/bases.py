@@ -223,13 +223,13 @@ def _version_file(target: Target) -> Optional[Evidence]:
     if found is None:
         return None
     try:
-        assigned = dict(_assignments(ast.parse(found[0])))
+        assigned = dict(assignments(ast.parse(found[0])))
     except (SyntaxError, ValueError):
         return Evidence("_version.py", "(not readable)")
     return Evidence("_version.py", str(assigned.get("__version__", assigned.get("version", "(none)"))))
 
 
-def _assignments(tree: ast.Module) -> Iterable:
+def assignments(tree: ast.Module) -> Iterable:
     """Yield (name, value) of the top-level assignments of constants."""
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

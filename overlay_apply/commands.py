@@ -12,7 +12,7 @@ from .bases import Base, Evidence, Manifest, load_manifest
 from .bytecode import hiding
 from .environment import Environment, environment_of
 from .errors import Interfered, Unsupported, UsageFault
-from .flags import read_flags
+from .flags import misspelt_flags, read_flags
 from .fs import FileState, Fs, read_file, sha256
 from .merge import taken_out
 from .patches import choose, features_of, load_patches
@@ -117,8 +117,13 @@ def status(request: Request, python: Optional[Path] = None) -> dict:
         "state": state,
         "changed": situation.changed(),
         "flags": flags,
-        "notes": _notes(situation, state),
+        "notes": [*_notes(situation, state), *misspelt_flags(request.project.overlay, _names_of_sglang(situation))],
     }
+
+
+def _names_of_sglang(situation: Situation) -> str:
+    """Return the text in which a tree's SGLang names its own environment variables."""
+    return (situation.read_original("srt/environ.py") or b"").decode("utf-8", "replace")
 
 
 def revert(request: Request, keep_edited: bool = False) -> dict:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Optional
 
 from . import OVERLAY_NAME
@@ -15,13 +16,23 @@ TABLE = "srt/environ.py"
 
 
 def read_flags(overlay: Path) -> list:
-    """Return one {name, feature, default, values, help, set_to, refused} for each flag; none without a table.
+    """Return one {name, feature, default, values, help, set_to, refused} for each flag; none without a table."""
+    module = _table(overlay)
+    return [_row(flag, module) for flag in getattr(module, "FLAGS", ())]
 
-    The file is loaded by its path: importing the package would pull in what status does not need.
-    """
+
+def misspelt_flags(overlay: Path, known: str) -> list:
+    """Return a sentence on each variable that looks like a flag and is none; `known` names those that SGLang has, in a text."""
+    find = getattr(_table(overlay), "misspelt", None)
+    found = find(os.environ, known) if find else ()
+    return [f"{variable} is set, and nothing reads it; the flag is {flag}" for variable, flag in found]
+
+
+def _table(overlay: Path) -> Optional[ModuleType]:
+    """Load the table by its path: importing the package would pull in what status does not need. None without one."""
     path = overlay / TABLE
     if not path.is_file():
-        return []
+        return None
     name = f"_{OVERLAY_NAME}_flags"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +41,7 @@ def read_flags(overlay: Path) -> list:
         spec.loader.exec_module(module)
     finally:
         del sys.modules[name]
-    return [_row(flag, module) for flag in getattr(module, "FLAGS", ())]
+    return module
 
 
 def _row(flag, module) -> dict:

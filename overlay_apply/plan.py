@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Callable, Iterable, Optional
 
 from . import OVERLAY_NAME
+from .bases import assignments
 from .bytecode import compiled_of, is_unchecked
 from .errors import Drift, Interfered, PatchFault, Refused
 from .fs import FileState, sha256
@@ -175,7 +177,8 @@ def make_plan(
         plan.add(path, PATCHED, (data, mode), (rendered, mode))
         _add_unchecked_bytecode(plan, target, path, originals)
     _check_apart(plan)
-    for path, data in overlay_files(project, target):
+    laid = {outcome["feature"] for outcome in outcomes if outcome["outcome"] == "applied"}
+    for path, data in overlay_files(project, target, laid):
         kind = TEST if path.startswith(REGISTERED + "/") else OVERLAY
         plan.add(target.real(path), kind, originals(target.real(path)), (data, NEW_FILE_MODE))
     return plan
@@ -210,8 +213,11 @@ def _check_apart(plan: Plan) -> None:
             )
 
 
-def overlay_files(project: Project, target: Target) -> Iterable:
-    """Yield (path below the root, bytes) of all files of our own. Raises PatchFault if one is broken."""
+def overlay_files(project: Project, target: Target, features: set) -> Iterable:
+    """Yield (path below the root, bytes) of all files of our own. Raises PatchFault if one is broken.
+
+    A registered test that assigns FEATURE comes with that feature alone.
+    """
     if not (project.overlay / "__init__.py").is_file():
         raise PatchFault(
             "the overlay package is missing",
@@ -220,7 +226,12 @@ def overlay_files(project: Project, target: Target) -> Iterable:
         )
     yield from _ours(project.overlay, f"{target.prefix}/{OVERLAY_NAME}", _LEFT_OUT)
     if target.is_checkout:
-        yield from _ours(project.registered, REGISTERED, {"__pycache__"})
+        tests = _ours(project.registered, REGISTERED, {"__pycache__"})
+        yield from ((path, data) for path, data in tests if _feature_of(path, data) in {None, *features})
+
+
+def _feature_of(path: str, data: bytes) -> Optional[str]:
+    return dict(assignments(ast.parse(data))).get("FEATURE") if path.endswith(".py") else None
 
 
 def _ours(folder: Path, place: str, left_out: set) -> Iterable:

@@ -5,10 +5,11 @@ Pure Python on purpose: ``apply.py status`` loads this file by its path.
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Mapping, Optional, Tuple
+from typing import Container, Iterable, Iterator, Mapping, Optional, Tuple
 
 TRUE_WORDS = ("1", "true", "yes", "y")
 FALSE_WORDS = ("0", "false", "no", "n")
@@ -144,6 +145,15 @@ def parse(environ: Mapping[str, str]) -> Settings:
 def settings() -> Settings:
     """The flags of this process; read once, so that every layer and rank sees the same (raises FlagError)."""
     return parse(os.environ)
+
+
+def misspelt(variables: Iterable[str], known: Container[str] = ()) -> Iterator[Tuple[str, str]]:
+    """Yield (variable, flag) of each variable that is no flag of ours, nor ``known``, and looks like one."""
+    ours = [flag.name for flag in FLAGS]
+    for variable in sorted(variables):
+        near = difflib.get_close_matches(variable.upper(), ours, n=1, cutoff=0.84)
+        if near and variable not in ours and variable not in known:
+            yield variable, near[0]
 
 
 def _value(environ: Mapping[str, str], flag: Flag) -> Optional[str]:

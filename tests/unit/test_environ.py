@@ -5,7 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from sglang_overlay.srt.environ import ENABLE, FLAGS, FUSION, MAX_TOKENS, MXFP4_MEGAMOE, POLICY, TRITON_UE8M0, WAYS, FlagError, parse
+from cpu_serving import trees
+from sglang_overlay.srt.environ import (
+    ENABLE,
+    FLAGS,
+    FUSION,
+    MAX_TOKENS,
+    MXFP4_MEGAMOE,
+    POLICY,
+    TRITON_UE8M0,
+    WAYS,
+    FlagError,
+    misspelt,
+    parse,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -63,6 +76,25 @@ def test_every_way_is_taken_and_named_in_the_flags_values(way):
 
 def test_a_policy_file_is_named_as_written():
     assert parse({POLICY.name: " /tmp/My Table.json "}).policy == "/tmp/My Table.json"
+
+
+@pytest.mark.parametrize(
+    "variable, flag",
+    [
+        ("SGLANG_MOE_FINALIZE_FUSON", FUSION), ("SGLANG_MOE_DEFERRED_FINALIZE", ENABLE), ("sglang_moe_finalize_fusion", FUSION),
+        ("SGLANG_ENABLE_MOE_DEFERED_FINALIZE", ENABLE), ("MOE_FINALIZE_FUSION", FUSION), ("SGLANG_MOE_TRITON_UEM80", TRITON_UE8M0),
+        ("SGLANG_MOE_MXFP4_MEGAMOE", MXFP4_MEGAMOE),
+    ],
+)
+def test_a_variable_that_looks_like_a_flag_is_told_with_the_flag(variable, flag):
+    assert list(misspelt([variable, "PATH", *(flag.name for flag in FLAGS)])) == [(variable, flag.name)]
+    assert list(misspelt([variable], known={variable})) == []
+
+
+@pytest.mark.parametrize("base", trees.BASES)
+def test_no_variable_of_sglangs_own_looks_like_a_flag(base):
+    names = set(re.findall(r"SGLANG_\w+", (trees.stock_tree(base) / "sglang/srt/environ.py").read_text()))
+    assert len(names) > 300 and list(misspelt(names)) == []
 
 
 def test_readme_table_is_the_table_in_code():

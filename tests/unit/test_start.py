@@ -145,6 +145,9 @@ def logged(monkeypatch):
     module, lines = types.ModuleType("sglang.srt.utils"), []
     module.log_info_on_rank0 = lambda logger, line: lines.append(line)
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    theirs = types.ModuleType("sglang.srt.environ")
+    theirs.envs = type("Envs", (), {"SGLANG_MOE_FINALIZE_FUSIONS": None})()
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
     return lines
 
 
@@ -165,6 +168,14 @@ def test_a_line_that_fails_says_so_and_the_next_is_told(monkeypatch, logged):
         "MoE overlay, one: it could not be told whether it is active: RuntimeError('no such thing')",
         "MoE overlay, two: active",
     ]
+
+
+def test_a_variable_that_looks_like_a_flag_is_told(monkeypatch, logged):
+    monkeypatch.setattr(start, "FEATURES", ())
+    for variable in ("SGLANG_MOE_FINALIZE_FUSON", "SGLANG_MOE_FINALIZE_FUSIONS"):
+        monkeypatch.setenv(variable, "fused")
+    start.tell_features(None)
+    assert logged == ["MoE overlay: SGLANG_MOE_FINALIZE_FUSON is set, and nothing reads it; the flag is SGLANG_MOE_FINALIZE_FUSION"]
 
 
 class FakeCounter:

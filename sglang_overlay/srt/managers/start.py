@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from typing import Any, Callable, Tuple
 
 import torch
 
-from ..environ import ENABLE, MAX_TOKENS, MXFP4_MEGAMOE, TRITON_UE8M0, settings
+from ..environ import ENABLE, MAX_TOKENS, MXFP4_MEGAMOE, TRITON_UE8M0, misspelt, settings
 from ..layers.moe.deferral import OFF_UNDER_AUTO, row_or_reason
 from ..layers.quantization.fp8 import why_not_ue8m0
 from ..layers.quantization.mxfp4_megamoe import Mxfp4MegaMoEMethod
@@ -21,6 +22,7 @@ NO_MOE = "not active: the model has no MoE layer of the kind it is for"
 
 def tell_features(model: torch.nn.Module) -> None:
     """Log one line for each feature, on one rank. A server that is to run as stock does not stop over it."""
+    from sglang.srt.environ import envs
     from sglang.srt.utils import log_info_on_rank0
 
     for name, say in FEATURES:
@@ -29,6 +31,8 @@ def tell_features(model: torch.nn.Module) -> None:
         except Exception as error:
             line = f"it could not be told whether it is active: {error!r}"
         log_info_on_rank0(logger, f"MoE overlay, {name}: {line}")
+    for variable, flag in misspelt(os.environ, vars(type(envs))):
+        log_info_on_rank0(logger, f"MoE overlay: {variable} is set, and nothing reads it; the flag is {flag}")
 
 
 def deferred_finalize(model: torch.nn.Module) -> str:

@@ -3,6 +3,7 @@
 import moe_ab
 import requests
 
+FEATURE = "deferred-finalize"
 ENABLE = "SGLANG_ENABLE_MOE_DEFERRED_FINALIZE"
 
 

@@ -10,6 +10,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+FEATURE = "deferred-finalize"
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 7, 2, 4, 32, 24
 

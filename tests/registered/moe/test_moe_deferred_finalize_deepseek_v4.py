@@ -7,6 +7,7 @@ import moe_deferred_finalize_ab
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=2400, suite="nightly-4-gpu-b200", nightly=True)
+FEATURE = "deferred-finalize"
 
 
 class TestDeepSeekV4FlashDeferred(moe_deferred_finalize_ab.DeferredFinalizeServer):

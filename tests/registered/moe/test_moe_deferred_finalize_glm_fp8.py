@@ -11,6 +11,7 @@ import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=3600, suite="nightly-8-gpu-common", nightly=True)
+FEATURE = "deferred-finalize"
 
 
 def moe_runner():

@@ -11,6 +11,7 @@ import requests
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=5400, suite="nightly-8-gpu-b200", nightly=True)
+FEATURE = "deferred-finalize"
 
 ACCEPT_LENGTHS = {}
 LARGEST_LOSS = 0.05  # of an accept length, between the two arms

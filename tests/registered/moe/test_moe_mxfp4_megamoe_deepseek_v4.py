@@ -7,6 +7,7 @@ import moe_ab
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=3600, suite="nightly-8-gpu-h200", nightly=True)
+FEATURE = "mxfp4-megamoe-sm90"
 
 FLAG = "SGLANG_MOE_MXFP4_MEGAMOE_SM90"
 SHARED_ARGS = ["--tp", "8", "--attn-dp-size", "8", "--trust-remote-code"]

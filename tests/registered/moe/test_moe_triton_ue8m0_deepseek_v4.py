@@ -7,6 +7,7 @@ import moe_ab
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=3600, suite="nightly-8-gpu-h200", nightly=True)
+FEATURE = "ue8m0-triton-moe"
 
 FLAG = "SGLANG_MOE_TRITON_UE8M0"
 

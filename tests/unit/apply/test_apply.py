@@ -77,6 +77,17 @@ def test_a_checkout_gets_the_registered_tests(run, checkout, below):
     assert snapshot(checkout) == before
 
 
+def test_a_registered_test_comes_with_its_feature_alone(run, project, checkout):
+    write_tree(project.registered, {"moe/test_alpha.py": "FEATURE = 'alpha'\n", "moe/test_beta.py": "FEATURE = 'beta'\n", "moe/data.txt": "FEATURE ="})
+    laid = checkout / "test/registered/moe"
+    for features, there in ((["alpha"], (True, False)), (["beta"], (False, True)), (["alpha", "beta"], (True, True))):
+        assert run("apply", checkout, *(word for name in features for word in ("--feature", name))).code == 0
+        assert tuple((laid / f"test_{name}.py").exists() for name in ("alpha", "beta")) == there and (laid / "data.txt").exists()
+    before = snapshot(checkout)
+    assert run("revert", checkout).code == 0 and not (laid / "test_alpha.py").exists() and run("apply", checkout).code == 0
+    assert snapshot(checkout) == before
+
+
 def test_registered_tests_go_with_the_directories_that_became_empty(run, checkout):
     (checkout / "test/registered/moe/test_theirs.py").unlink()
     (checkout / "test/registered/moe").rmdir()
@@ -359,6 +370,16 @@ def test_a_moved_checkout_is_still_known(run, checkout, tmp_path):
     assert run("status", moved).code == 0
     assert run("revert", moved).code == 0
     assert snapshot(moved) == before
+
+
+def test_a_misspelt_flag_is_told(run, project, package, monkeypatch):
+    table = project.overlay / "srt/environ.py"
+    table.write_text(table.read_text() + "def misspelt(variables, known):\n    return [(v, FLAGS[0].name) for v in variables if v.startswith('OVERLAY_') and v not in known]\n")
+    write_tree(package, {"sglang/srt/environ.py": "OVERLAY_KNOWN = 1\n"})
+    monkeypatch.setenv("OVERLAY_FLAG", "1")
+    monkeypatch.setenv("OVERLAY_KNOWN", "1")
+    told = run("status", "--json", package)
+    assert told.code == 0 and told.data["notes"] == ["OVERLAY_FLAG is set, and nothing reads it; the flag is SGLANG_OVERLAY_TEST_FLAG"]
 
 
 def test_flags_are_shown_with_what_they_are_set_to(run, package, monkeypatch):

@@ -108,9 +108,17 @@ def test_scale_ratios(benchmark_module):
     assert benchmark_module("plot_results").scale_ratios({"points": points}) == {"wide": [(1, 0.99), (8, 1.01)]}
 
 
+def test_curves_of_the_ways_for_mxfp4_experts(benchmark_module):
+    plot = benchmark_module("plot_results")
+    rows = [("timed", "wide", "own", 8, 2.0), ("timed", "wide", "own", 1, 1.0), ("timed", "wide", "peer", 1, 3.0), ("timed", "other", "own", 1, 4.0), ("error", "wide", "own", 1, 0)]
+    report = {"points": {str(row): dict(zip(("kind", "shape", "way", "tokens", "us"), row)) for row in rows}}
+    assert plot.way_curves(report, "wide") == {"own": [(1, 1.0), (8, 2.0)], "peer": [(1, 3.0)]}
+    with pytest.raises(ValueError, match="nothing was measured at narrow"):
+        plot.way_curves(report, "narrow")
+
+
 def test_every_committed_result_that_is_drawn_is_there_with_its_picture(benchmark_module):
     plot = benchmark_module("plot_results")
     images = BENCHMARK.parent / "docs" / "images"
-    assert set(plot.COMMITTED) == set(plot.KINDS)
     assert all((BENCHMARK / "results" / f"{name}.json").is_file() and (images / f"{name}.svg").is_file() for name in plot.COMMITTED.values())
     assert sorted(file.stem for file in images.iterdir()) == sorted(plot.COMMITTED.values())

@@ -1,14 +1,17 @@
 """Our registered tests are what SGLang's own collector takes, and the CPU one passes in a patched tree."""
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cpu_serving import trees
 from cpu_serving.server import SERVER_ENVIRONMENT, SUPPORT_PATHS
+from overlay_apply.bases import assignments
 
 REGISTERED = Path(__file__).resolve().parents[2] / "registered"
 FILES = sorted(REGISTERED.rglob("test_*.py"))
@@ -36,6 +39,12 @@ def test_sglangs_collector_takes_every_registered_test(python):
     collected = python("-c", COLLECT, *map(str, FILES))
     assert collected.returncode == 0, collected.stderr
     assert {Path(line.split(" ", 1)[1]) for line in collected.stdout.splitlines()} == set(FILES)
+
+
+def test_every_registered_test_names_the_feature_it_comes_with():
+    features = yaml.safe_load((REGISTERED.parents[1] / "patches" / "manifest.yml").read_text())["features"]
+    named = {file.name: dict(assignments(ast.parse(file.read_text()))).get("FEATURE") for file in FILES}
+    assert set(named.values()) == set(features), named
 
 
 def test_the_cpu_test_passes(python):
