@@ -136,6 +136,7 @@ def run_rank(rank: int, world_size: int, args: argparse.Namespace) -> None:
             ways = Ways(host_group, case.hidden, max(args.tokens), args.peer is not None)
             empty_us = ways.empty_exchange_us(args.rounds)
         point = measure(case, ways, args, report)
+        point["empty_us"] = empty_us
         point["bound_us"] = bound_us(case, world_size, empty_us, report)
         report["points"].append(point)
         if rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 from pathlib import Path
@@ -153,6 +154,9 @@ def _command():
 
 def run(argv: List[str], project: Optional[Project] = None, fs: Optional[Fs] = None) -> int:
     """Run one command and return its exit code; failures are told, never raised."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may hold letters that the terminal's encoding has not
     if argv == ["--version"]:
         print(__version__)
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Optional
+from typing import Iterator, Optional
 
 from . import __version__, diff
 from .bases import Base, Evidence, Manifest, load_manifest
@@ -297,7 +297,7 @@ def _is_nothing(change: Change) -> bool:
 def _way_back(situation: Situation, leave: set, merged: dict) -> tuple:
     """Return (change, contents) from what is there now to the original files, or to those `merged`.
 
-    Those in `leave` stay, and nothing compiled hides either.
+    Those in `leave` stay, and nothing that was compiled since hides any of them.
     """
     contents: dict = {}
     files = []
@@ -308,11 +308,22 @@ def _way_back(situation: Situation, leave: set, merged: dict) -> tuple:
         back = _back(situation, file, merged, contents)
         if (now and now.sha256) != (back and back.sha256):
             files.append(FileChange(file.path, file.kind, now, back))
-    sources = sorted({*leave, *merged})
-    for path in (path for source in sources for path in hiding(situation.target.root, source, merged.get(source))):
-        files.append(FileChange(path, BYTECODE, current(situation.target, path, contents), None))
+    settled = {file.path for file in files}
+    for path in _hiding(situation, leave, merged, contents):
+        if path not in settled:
+            files.append(FileChange(path, BYTECODE, current(situation.target, path, contents), None))
     dirs = situation.receipt.dirs[::-1]
     return Change(files, [], dirs, situation.receipt_on_disk(), None), contents
+
+
+def _hiding(situation: Situation, leave: set, merged: dict, contents: dict) -> Iterator[str]:
+    """Yield the compiled files that would keep Python from running what the patched files become."""
+    root = situation.target.root
+    for source in sorted(leave):
+        yield from hiding(root, source)
+    for file in situation.receipt.files:
+        if file.kind == PATCHED and file.path not in leave:
+            yield from hiding(root, file.path, merged.get(file.path) or contents[file.before.sha256])
 
 
 def _back(situation: Situation, file: FileChange, merged: dict, contents: dict) -> Optional[FileState]:
@@ -418,6 +429,10 @@ def _notes(situation: Situation, state: str) -> list:
     version = situation.replaced_by() if state == MODIFIED else None
     if version:
         return [f"SGLang was replaced by {version} since the overlay was put in: {way_on(version)}"]
+    if state == MODIFIED and not situation.edited():
+        return ["the files named hold nothing of anybody's: `apply` puts the overlay in again, `revert` takes the rest of it out"]
+    if state == APPLIED and situation.receipt.evidence["kind"] == "--try-base":
+        return [f"put in by --try-base {situation.receipt.base}, on another SGLang: `check` names what the overlay asks of it and it has not"]
     if state == NO_RECEIPT:
         return ["`apply` writes the receipt; `revert` works as it is"]
     if state == CLEAN and situation.store.exists():

@@ -48,7 +48,7 @@ def _row(flag, module) -> dict:
     fields = {field: getattr(flag, field, None) for field in ("name", "feature", "default", "values", "help")}
     set_to = os.environ.get(fields["name"] or "")
     refused = _refused(module, fields["name"], set_to)
-    if not refused and set_to and getattr(flag, "is_json_file", False):
+    if not refused and set_to and getattr(flag, "is_json_file", False) and not _is_off(module):
         refused = _unreadable(fields["name"], set_to, fields["default"])
     return {**fields, "set_to": set_to, "refused": refused}
 
@@ -62,6 +62,14 @@ def _refused(module, name: str, set_to: Optional[str]) -> Optional[str]:
     except module.FlagError as fault:
         return str(fault)
     return None
+
+
+def _is_off(module) -> bool:
+    """Tell whether the flags as they are make the overlay read no file."""
+    try:
+        return module.parse(os.environ).is_off
+    except (AttributeError, module.FlagError):
+        return False
 
 
 def _unreadable(name: str, path: str, default: str) -> Optional[str]:

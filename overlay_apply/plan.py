@@ -11,7 +11,7 @@ from . import OVERLAY_NAME
 from .bases import assignments
 from .bytecode import compiled_of, is_unchecked
 from .errors import Drift, Interfered, PatchFault, Refused
-from .fs import FileState, sha256
+from .fs import FileState, read_file, sha256
 from .patches import Edit, Patch
 from .project import Project
 from .rewrite import Source, check_compiles
@@ -194,9 +194,9 @@ def rendered_whole(source: Source, splices: list) -> bytes:
 def _add_unchecked_bytecode(plan: Plan, target: Target, path: str, originals: Originals) -> None:
     """Take away compiled files that Python would go on using although the source changed."""
     for name in compiled_of(target.root, path):
-        found = originals(name)
+        found = read_file(target.root / name)
         if found and is_unchecked(found[0]):
-            plan.add(name, BYTECODE, found, None)
+            plan.add(name, BYTECODE, originals(name), None)
 
 
 def _check_apart(plan: Plan) -> None:

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, List
 
-from .errors import Drift, PatchFault
+from .errors import Drift, Interfered, PatchFault
 from .names import undefined
 from .patches import Edit, Rule
 
@@ -97,7 +97,7 @@ class Source:
     def render(self, splices: list) -> bytes:
         """Return the file with replacements put in, compiled as a check.
 
-        Raises PatchFault if two edits overlap or the result is not valid Python.
+        Raises PatchFault if two edits overlap or the result is not valid Python, Interfered if the file was not before either.
         """
         ordered = sorted(splices, key=lambda splice: (splice.start, splice.end))
         for left, right in zip(ordered, ordered[1:]):
@@ -108,8 +108,24 @@ class Source:
             pieces += [self.text[position : splice.start], splice.text]
             position = splice.end
         data = self._mark + "".join(pieces + [self.text[position:]]).encode("utf-8")
-        check_compiles(data, self.file, sorted({splice.owner for splice in splices}))
+        try:
+            check_compiles(data, self.file, sorted({splice.owner for splice in splices}))
+        except PatchFault:
+            self._check_compiled_before()
+            raise
         return data
+
+    def _check_compiled_before(self) -> None:
+        try:
+            check_compiles(self._mark + self.text.encode("utf-8"), self.file, [])
+        except PatchFault as fault:
+            raise Interfered(
+                "a file to patch is not valid Python as it is; nothing was written",
+                file=self.file,
+                expected="source that compiles",
+                found=fault.found,
+                remedy="mend it (or `git checkout` it), then run again",
+            ) from None
 
     def check_names(self, data: bytes, splices: list) -> None:
         """Raise PatchFault if the rendered file names what the original's surroundings do not have.

@@ -59,8 +59,12 @@ class Situation:
         return changes
 
     def edited(self) -> list:
-        """Return the paths of the files that hold somebody's later edits."""
-        return [entry["file"] for entry in self.changed() if entry["now"] != "as before apply"]
+        """Return the paths of the files that hold somebody's later edits; one that is missing holds none, where the tree still is the patched one."""
+        harmless = {"as before apply", *(["missing"] if self._still_patched() else [])}
+        return [entry["file"] for entry in self.changed() if entry["now"] not in harmless]
+
+    def _still_patched(self) -> bool:
+        return any(file.kind == PATCHED and self._is_ours(file) for file in self.receipt.files) if self.receipt else False
 
     def replaced_by(self) -> Optional[str]:
         """Return the version of the SGLang that took the place of the patched one since, or None.
@@ -108,6 +112,8 @@ class Situation:
         for file in self.receipt.files if self.receipt else ():
             if file.path == path:
                 return file.before and (self.bytes_of(file.before.sha256), file.before.mode)
+        if self.receipt and path.endswith(".pyc"):
+            return None  # compiled since, of what the overlay wrote
         return read_file(self.target.root / path)
 
     def read_original(self, file: str) -> Optional[bytes]:

@@ -11,13 +11,13 @@ from .needs import FeatureNeeds
 from .patches import features_of, load_patches
 from .plan import UPSTREAM, is_retired
 from .project import Project
-from .situation import PARTLY, Situation
+from .situation import MODIFIED, PARTLY, Situation
 
 ACTIVE, OFF, LACKING, REFUSED = "active", "off", "lacks", "refused"
 PARTLY_IN, NOT_IN, NOT_HERE = "partly in", "not in", "not here"
 
 _WORDS = {
-    PARTLY_IN: "the tree is partly applied",
+    PARTLY_IN: "the tree holds only parts of the overlay",
     NOT_IN: "`apply` puts it in",
     UPSTREAM: "this SGLang does it by itself",
     NOT_HERE: "there are no patches of it for this base",
@@ -72,6 +72,8 @@ class Standings:
         receipt, read = self.situation.receipt, self.situation.read_original
         if self.situation.state == PARTLY and patches:
             return PARTLY_IN
+        if self.situation.state == MODIFIED and receipt and name in receipt.features and self._lost():
+            return PARTLY_IN
         if receipt and name in receipt.features:
             outcomes = {patch["outcome"] for patch in receipt.patches if patch["feature"] == name}
             return UPSTREAM if outcomes == {UPSTREAM} else None
@@ -80,6 +82,10 @@ class Standings:
             by_probe = sorted(patches, key=lambda patch: patch.retire_when is not None)
             return UPSTREAM if all(is_retired(patch, read) for patch in by_probe) else NOT_IN
         return UPSTREAM if any(is_retired(patch, read) for patch in self._of_other_bases(name)) else NOT_HERE
+
+    def _lost(self) -> bool:
+        """Tell whether a file of the overlay's, or a call of it in a patched file, is gone."""
+        return any(entry["now"] != "edited" for entry in self.situation.changed())
 
     def _of_other_bases(self, name: str) -> Iterable:
         for base in self.manifest.bases:

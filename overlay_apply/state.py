@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, Optional
 
-from . import STATE_NAME
+from . import OVERLAY_NAME, STATE_NAME
 from .errors import Interfered, OverlayError, Refused
 from .fs import FileState, Fs, read_file, sha256
 from .target import Target
@@ -28,9 +28,10 @@ FORMAT = 1
 PATCHED, OVERLAY, TEST, BYTECODE = "patched", "overlay", "test", "bytecode"
 
 NO_TRUST = (
-    "bring the tree back by its own means (`git checkout` and `git clean`, or reinstall sglang), "
-    f"then remove {STATE_NAME} in the package folder"
+    "restore the patched files by the tree's own means (`git checkout` of them, or reinstall sglang), "
+    f"then remove {STATE_NAME} and {OVERLAY_NAME} in the package folder"
 )
+RECOGNISE = "in a git checkout, remove that file and run again: the overlay is known by what it wrote, if nobody edited that. Else "
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,12 @@ class Receipt:
     def from_dict(data: dict) -> "Receipt":
         fields = {name: value for name, value in data.items() if name != "format"}
         fields["files"] = [FileChange.from_dict(entry) for entry in fields["files"]]
-        return Receipt(**fields)
+        receipt = Receipt(**fields)
+        kinds = {"tool": str, "prefix": str, "base": str, "evidence": dict, "features": list, "patches": list, "dirs": list}
+        for name, kind in kinds.items():
+            if not isinstance(fields[name], kind):
+                raise TypeError(f"{name} is {fields[name]!r}")
+        return receipt
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,9 @@ class Store:
                 return make(data)
         except (ValueError, KeyError, TypeError, AttributeError) as fault:
             raise Interfered(
-                f"cannot read {path.name}: {fault!r}", file=str(path), remedy=NO_TRUST
+                f"cannot read {path.name}: {fault!r}",
+                file=str(path),
+                remedy=(RECOGNISE if path == self.receipt_file else "") + NO_TRUST,
             ) from None
         else:
             raise Interfered(

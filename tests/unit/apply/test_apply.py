@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
-from conftest import COMM, NET, OVERLAY, PATCHES, REGISTERED, commit_all, git, snapshot, write_tree
+from conftest import COMM, NET, OVERLAY, PATCHES, REGISTERED, REPOSITORY, commit_all, git, snapshot, write_tree
 
 PATCHED_NET = '''"""A model."""
 
@@ -341,7 +344,25 @@ def test_a_deleted_patched_file_is_named(run, package):
     (package / "sglang/srt/models/net.py").unlink()
     status = run("status", "--json", package)
     assert status.data["changed"] == [{"file": "sglang/srt/models/net.py", "now": "missing"}]
-    assert run("revert", package).code == 5
+    assert run("apply", package).code == 0 and (package / "sglang/srt/models/net.py").read_text() == PATCHED_NET
+
+
+@pytest.mark.parametrize("options", [[], ["--keep-edited"]])
+def test_a_deleted_patched_file_is_put_back(run, package, options):
+    before = snapshot(package)
+    assert run("apply", package).code == 0
+    (package / "sglang/srt/models/net.py").unlink()
+    assert run("revert", *options, package).code == 0
+    assert snapshot(package) == before
+
+
+def test_a_file_that_was_no_python_before_is_not_blamed_on_the_patch(run, package):
+    net = package / "sglang/srt/models/net.py"
+    net.write_text(net.read_text() + "def (\n")
+    before = snapshot(package)
+    error = run("apply", package, "--try-base", "v0.5.20", "--json").data["error"]
+    assert "not valid Python as it is" in error["message"] and error["file"].endswith("net.py") and "mend it" in error["remedy"]
+    assert snapshot(package) == before
 
 
 def test_files_somebody_put_into_our_folder_stay(run, package):
@@ -411,3 +432,12 @@ def test_a_fix_that_breaks_the_file_is_not_written(run, package, project):
     result = run("apply", "--json", package)
     assert result.code == 4 and "net-close#1" in result.data["error"]["patch"]
     assert snapshot(package) == before
+
+
+def test_a_terminal_without_the_letters_of_a_path_is_no_failure(run, package, tmp_path):
+    tree = tmp_path / "Größe 模型"
+    shutil.copytree(package, tree)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, str(REPOSITORY / "apply.py"), "status", str(tree)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Gr\\xf6\\xdfe" in done.stdout + done.stderr

@@ -255,6 +255,24 @@ edits:
     return source
 
 
+def compiled(plain, mode=UNCHECKED):
+    py_compile.compile(str(plain), invalidation_mode=mode, doraise=True)
+
+
+@pytest.mark.parametrize("again", [[], ["--feature", "beta"]])
+def test_what_was_compiled_of_the_patched_file_does_not_outlive_it(run, package, plain, again):
+    """Neither does it count as what was there before the overlay."""
+    assert run("apply", package).code == 0
+    compiled(plain)
+    if again:
+        assert run("apply", *again, package).code == 0 and value_of(package, "VALUE") == "old"
+        compiled(plain)
+        assert run("apply", package).code == 0 and value_of(package, "VALUE") == "new"
+        compiled(plain)
+    assert run("revert", package).code == 0
+    assert value_of(package, "VALUE") == "old"
+
+
 def test_an_edited_file_that_is_left_is_what_python_runs(run, package, plain):
     """What was compiled from the file before the overlay is not put back over it."""
     assert run("apply", package).code == 0
@@ -335,7 +353,7 @@ def test_apply_then_revert_is_identity(make_case, data, lines, mark, last_end):
     try:
         compile(source, "source", "exec")
     except SyntaxError:
-        assert perform(project, "apply", package, try_base="v0.5.20")["exit_code"] == 4
+        assert perform(project, "apply", package, try_base="v0.5.20")["exit_code"] == 5
         assert snapshot(package) == before
         return
     assert perform(project, "apply", package, try_base="v0.5.20")["ok"]

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import yaml
 
-from conftest import COMM, PACKAGE, digest, manifest, snapshot, write_tree
+from conftest import COMM, PACKAGE, commit_all, digest, git, manifest, snapshot, write_tree
 
-NET_FILE = "sglang/srt/models/net.py"
+NET_FILE, COMM_FILE = "sglang/srt/models/net.py", "sglang/srt/layers/comm.py"
 
 
 @pytest.mark.parametrize("command", ["apply", "revert"])
@@ -99,10 +99,11 @@ def test_an_edit_on_a_tried_base_is_no_upgrade(run, package):
 
 def test_a_removed_file_is_not_said_to_be_left(run, package):
     assert run("apply", package).code == 0
-    (package / NET_FILE).unlink()
+    for file in (NET_FILE, COMM_FILE):
+        (package / file).unlink()  # as an installer that takes SGLang out
     answer = run("revert", "--keep-edited", package, "--json")
-    assert (answer.data["left"], answer.data["gone"]) == ([], [NET_FILE])
-    assert answer.data["notes"][0].startswith(f"not put back, since it was removed: {NET_FILE}")
+    assert (answer.data["left"], answer.data["gone"]) == ([], [COMM_FILE, NET_FILE])
+    assert answer.data["notes"][0].startswith(f"not put back, since it was removed: {COMM_FILE}")
 
 
 @pytest.mark.parametrize("below", ["", "sglang"])
@@ -136,3 +137,18 @@ def test_a_damaged_record_is_named(run, package, name, text, command):
     failure = run(command, package, "--json")
     assert failure.code == 5
     assert failure.data["ok"] is False and name in json.dumps(failure.data["error"])
+
+
+@pytest.mark.parametrize("field", ["base", "features", "patches", "evidence", "dirs", "prefix"])
+def test_a_receipt_without_one_of_its_parts_is_named_and_can_be_done_without(run, checkout, field):
+    git(checkout, "init", "-q")
+    commit_all(checkout, "theirs")
+    before = snapshot(checkout)
+    assert run("apply", checkout).code == 0
+    record = checkout / "python/sglang/.sglang_overlay_state/receipt.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), field: None}))
+    for command in ("status", "revert"):
+        error = run(command, checkout, "--json").data["error"]
+        assert f"{field} is None" in error["message"] and error["remedy"].startswith("in a git checkout, remove that file and run again")
+    record.unlink()
+    assert run("revert", checkout).code == 0 and snapshot(checkout) == before

@@ -158,6 +158,11 @@ def test_a_file_of_measurements_must_be_one(monkeypatch, tmp_path, value, refuse
     assert [f"SGLANG_MOE_FINALIZE_POLICY={value}: no JSON file" in each for each in found] == [True] * refused
 
 
+def test_a_file_that_is_not_read_is_not_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_ENABLE_MOE_DEFERRED_FINALIZE", "0")
+    assert flags_of_overlay(monkeypatch, "SGLANG_MOE_FINALIZE_POLICY", "/no/such.json") == []
+
+
 def flags_of_overlay(monkeypatch, name, value):
     """What is refused of the overlay's own flags, with one of them set."""
     monkeypatch.setenv(name, value)
@@ -179,6 +184,18 @@ def test_a_feature_left_out(ready, run):
     assert run("apply", ready, "--feature", "beta").code == 0
     answer = run("status", ready, "--json")
     assert [standing(answer, name)["state"] for name in ("alpha", "beta")] == ["not in", "lacks"]
+
+
+@pytest.mark.parametrize("lost", ["sglang_overlay/srt/net.py", "srt/models/net.py"])
+def test_a_tree_that_lost_a_part_has_no_active_feature(ready, run, lost):
+    original = (ready / "sglang/srt/models/net.py").read_text()
+    assert run("apply", ready).code == 0
+    file = ready / "sglang" / lost
+    file.write_text(original) if lost.startswith("srt") else file.unlink()
+    answer = run("status", ready, "--json")
+    assert (answer.code, answer.data["state"]) == (5, "modified since") and "`apply` puts the overlay in again" in answer.data["notes"][0]
+    assert {standing(answer, name)["state"] for name in ("alpha", "beta")} == {"partly in"}
+    assert run("apply", ready).code == 0 and standing(run("status", ready, "--json"), "alpha")["state"] == "active"
 
 
 def test_a_partly_applied_tree_has_no_active_feature(ready, run):
@@ -339,7 +356,7 @@ def test_what_unset_says_follows_the_table_of_measurements():
     table = json.loads((REAL.overlay / "srt/layers/moe/boundary/policy_table.json").read_text())
     says = MANIFEST.features["deferred-finalize"].flags["SGLANG_ENABLE_MOE_DEFERRED_FINALIZE"]["says"]["auto"]
     known = {(entry["arch"], entry["world_size"], entry["hidden"]) for entry in table["entries"]}
-    assert (known == {("sm90", 2, 7168)}) == ("the built-in one knows two H200s at hidden size 7168" in says), "correct the manifest's words"
+    assert (known == {("sm90", 2, 7168)}) == ("the built-in one knows two GPUs of SM90 at hidden size 7168" in says), "correct the manifest's words"
 
 
 def test_the_tests_own_patches_have_the_features_they_use():
