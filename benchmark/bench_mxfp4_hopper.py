@@ -18,13 +18,14 @@ sums that Hopper's FP8 tensor cores do not keep whole, of which nothing is asked
 
 What is timed. CUDA graphs of 8 calls, each with tokens and a routing of its own, so that experts are read from memory as they are in a
 model; a time is the replay's, between two events, over 8, after an untimed replay; figures are medians over the rounds; with several ranks
-those of the slowest. ``capacity``: likewise, with as many tokens as the one workspace holds, and what that takes of the GPU's memory. ``memory`` is what
+those of the slowest. ``capacity``: likewise, with one workspace and as many tokens as that holds. ``memory`` is what
 the layer holds for its weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -72,7 +73,7 @@ CAPACITIES = (64, 256, 1024, 2048, 4096)
 OWN = "mega kernel"
 # Seconds: what a point may take before it counts as hung, and what must be left for one to begin: where its layer is there, where the mega
 # kernel's has to be made, and where one of SGLang's has to (which may compile).
-HUNG_AFTER, ROOM, ROOM_TO_MAKE, ROOM_TO_MAKE_PEER, GRACE = 60.0, 30.0, 120.0, 300.0, 40.0
+HUNG_AFTER, ROOM, ROOM_TO_MAKE, ROOM_TO_MAKE_PEER, GRACE = 60.0, 30.0, 120.0, 150.0, 40.0
 
 
 class Point(NamedTuple):
@@ -135,7 +136,6 @@ def run_rank(rank: int, args: argparse.Namespace) -> None:
 
 def plan(shapes: List[str], ranks: int, with_peers: bool) -> List[Point]:
     """All points, those that share a layer next to each other."""
-    # First, while no layer has left a workspace behind.
     points = [Point("capacity", shapes[0], f"{OWN}, {capacity}", "random", LIMITS.get(shapes[0]), capacity) for capacity in CAPACITIES]
     for shape in shapes:
         for limit in (None, mxfp4_moe.GRID_LIMIT):
@@ -314,17 +314,7 @@ class Bench:
         return statistics.median(times)
 
     def measure_capacity(self, point: Point) -> dict:
-        self.layers.enter(point.shape)
-        self.layers.weights_of(point)
-        before = self.free_memory()
-        layer = self.layers.of(point)
-        return {**self.measure_timed(point), "workspace_bytes": before - self.free_memory() - layer.weight_bytes}
-
-    def free_memory(self) -> int:
-        if self.device != "cuda":
-            return 0
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
+        return self.measure_timed(point)
 
     def measure_memory(self, point: Point) -> dict:
         return {"bytes": self.layers.of(point).weight_bytes, "checkpoint_bytes": sum(part.nbytes for part in self.layers.of(point).weights)}
@@ -352,18 +342,12 @@ class Layers:
         which = (point.way, point.weights, point.limit)
         return point.shape == self.shape and (which in self.made or which in self.failed)
 
-    def enter(self, shape: str) -> None:
-        """Make room for a shape's layers, if the last ones were of another."""
-        if shape != self.shape:
+    def of(self, point: Point) -> Layer:
+        if point.shape != self.shape:
             self.made.clear()
             self.weights.clear()
             self.failed.clear()
-            self.shape = shape
-            if self.device == "cuda":
-                torch.cuda.empty_cache()
-
-    def of(self, point: Point) -> Layer:
-        self.enter(point.shape)
+            self.shape = point.shape
         which = (point.way, point.weights, point.limit)
         if which in self.failed:
             raise RuntimeError(self.failed[which])
@@ -380,6 +364,9 @@ class Layers:
         """Others hold weights of their own, up to twice the checkpoint's: one at a time."""
         for which in [which for which in self.made if which[0] != OWN and which[0] != way]:
             del self.made[which]
+        gc.collect()  # also what a layer left that could not be made
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
 
     def make(self, point: Point) -> Layer:
         shape, weights = SHAPES[point.shape], self.weights_of(point)
@@ -389,6 +376,7 @@ class Layers:
             return self.make_own(shape, weights, point.limit, (point.tokens,))
         self.start_sglang()
         layer = mxfp4_peers.make_layer(mxfp4_peers.PEERS[point.way], shape, weights, point.limit)
+        layer.run(*mxfp4_moe.random_tokens(shape, 1, device=self.device))  # some are compiled when they are called
         return Layer(lambda x, ids, routing, _: layer.run(x, ids, routing), weights, layer.weight_bytes)
 
     def weights_of(self, point: Point) -> Any:
@@ -546,8 +534,8 @@ def render_exact(points: List[dict]) -> List[str]:
 def render_capacities(points: List[dict]) -> List[str]:
     if not points:
         return []
-    lines = ["", f"Workspaces, {points[0]['shape']}, each full of tokens:", "", "| tokens | µs | memory, GB |", "|---|---|---|"]
-    return lines + [f"| {point['tokens']} | {point['us']:.1f} | {point['workspace_bytes'] / 1e9:.2f} |" for point in points]
+    lines = ["", f"Workspaces, {points[0]['shape']}, each full of tokens:", "", "| tokens | µs |", "|---|---|"]
+    return lines + [f"| {point['tokens']} | {point['us']:.1f} |" for point in points]
 
 
 def render_ways(points: List[dict]) -> List[str]:

@@ -123,12 +123,16 @@ def draw_scale_ratios(report: Mapping, file: Path) -> None:
     _finish(figure, axes, sorted({tokens for curve in found.values() for tokens, _ in curve}), file)
 
 
+ONE_LAUNCH = "mega kernel, a workspace of T tokens"
+
+
 def way_curves(report: Mapping, shape: str) -> Dict[str, Curve]:
-    """Way -> (tokens, microseconds), ascending."""
+    """Way -> (tokens, microseconds), ascending; also the mega kernel's in a workspace of as many tokens."""
     found: Dict[str, Curve] = {}
     for point in report["points"].values():
-        if (point["kind"], point["shape"]) == ("timed", shape):
-            found.setdefault(point["way"], []).append((point["tokens"], point["us"]))
+        if point["shape"] == shape and point["kind"] in ("timed", "capacity"):
+            way = point["way"] if point["kind"] == "timed" else ONE_LAUNCH
+            found.setdefault(way, []).append((point["tokens"], point["us"]))
     if not found:
         raise ValueError(f"nothing was measured at {shape}")
     return {way: sorted(curve) for way, curve in found.items()}
@@ -139,8 +143,10 @@ def draw_ways(report: Mapping, file: Path) -> None:
     sizes = ", ".join(f"{short}={size[name]}" for short, name in (("E", "experts"), ("H", "hidden"), ("I", "intermediate"), ("top_k", "top_k")))
     figure, axes = _axes(f"MXFP4 experts of {shape} on {report['ranks']}×{report['device']}\n{sizes}", "tokens", "µs per layer")
     found = way_curves(report, shape)
-    for number, (way, curve) in enumerate(found.items()):
-        axes.plot(*zip(*curve), label=way, marker="." if number else "o", linewidth=1 if number else 2.5)
+    styles = {"mega kernel": {"marker": "o", "linewidth": 2.5, "color": "C0"}, ONE_LAUNCH: {"marker": "o", "linestyle": ":", "color": "C0"}}
+    others = iter(("C1", "C2", "C3", "C4", "C5"))
+    for way, curve in found.items():
+        axes.plot(*zip(*curve), label=way, **(styles.get(way) or {"marker": ".", "linewidth": 1, "color": next(others)}))
     axes.set_yscale("log")
     _finish(figure, axes, sorted({tokens for curve in found.values() for tokens, _ in curve if tokens.bit_count() == 1}), file)
 

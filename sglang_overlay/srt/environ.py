@@ -87,7 +87,17 @@ MXFP4_MEGAMOE = Flag(
         "for it; what cannot run there stops the server at start-up. 0: exactly the stock release."
     ),
 )
-FLAGS: Tuple[Flag, ...] = (ENABLE, FUSION, POLICY, MAX_TOKENS, TRITON_UE8M0, MXFP4_MEGAMOE)
+MEGAMOE_TOKENS = Flag(
+    name="SGLANG_MOE_MXFP4_MEGAMOE_TOKENS",
+    default="1024",
+    values="a power of two from 64 on",
+    feature="mxfp4-megamoe-sm90",
+    help=(
+        "Tokens of one rank that the mega kernel's largest workspace holds; longer forwards run in parts of that. "
+        "Larger: faster prefill, more memory. The same on every rank."
+    ),
+)
+FLAGS: Tuple[Flag, ...] = (ENABLE, FUSION, POLICY, MAX_TOKENS, TRITON_UE8M0, MXFP4_MEGAMOE, MEGAMOE_TOKENS)
 
 # How the next layer can take a bundle.
 WAYS = ("fused", "flashinfer", "separate", "eager")
@@ -104,7 +114,8 @@ class Settings:
 
     ``enable`` is ``"0"``, ``"1"`` or ``"auto"``; ``fusion`` is ``auto`` or one of ``WAYS``;
     ``policy`` the file of the user's own measurements, or None; ``max_tokens`` the largest deferred batch in tokens;
-    ``triton_ue8m0`` one of ``auto``, ``on``, ``off``; ``mxfp4_megamoe`` whether Hopper's MXFP4 experts may go to the mega kernel.
+    ``triton_ue8m0`` one of ``auto``, ``on``, ``off``; ``mxfp4_megamoe`` whether Hopper's MXFP4 experts may go to the mega kernel;
+    ``megamoe_tokens`` what that kernel's largest workspace holds of one rank.
     """
 
     enable: str
@@ -113,6 +124,7 @@ class Settings:
     max_tokens: int
     triton_ue8m0: str
     mxfp4_megamoe: bool
+    megamoe_tokens: int
 
     @property
     def is_off(self) -> bool:
@@ -138,6 +150,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
         max_tokens=_parse_max_tokens(_value(environ, MAX_TOKENS) or MAX_TOKENS.default),
         triton_ue8m0=_parse_ue8m0(_value(environ, TRITON_UE8M0) or TRITON_UE8M0.default),
         mxfp4_megamoe=_parse_bool(MXFP4_MEGAMOE, _value(environ, MXFP4_MEGAMOE) or MXFP4_MEGAMOE.default),
+        megamoe_tokens=_parse_capacity(_value(environ, MEGAMOE_TOKENS) or MEGAMOE_TOKENS.default),
     )
 
 
@@ -183,6 +196,12 @@ def _parse_fusion(value: Optional[str]) -> str:
 def _parse_max_tokens(value: str) -> int:
     if not value.isdecimal():
         raise _bad(MAX_TOKENS, value)
+    return int(value)
+
+
+def _parse_capacity(value: str) -> int:
+    if not value.isdecimal() or int(value) < 64 or int(value) & (int(value) - 1):
+        raise _bad(MEGAMOE_TOKENS, value)
     return int(value)
 
 

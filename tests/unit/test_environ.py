@@ -11,6 +11,7 @@ from sglang_overlay.srt.environ import (
     FLAGS,
     FUSION,
     MAX_TOKENS,
+    MEGAMOE_TOKENS,
     MXFP4_MEGAMOE,
     POLICY,
     TRITON_UE8M0,
@@ -72,6 +73,13 @@ def test_an_unknown_value_is_named_with_the_values_taken(flag, value):
 def test_every_way_is_taken_and_named_in_the_flags_values(way):
     assert parse({FUSION.name: way.upper()}).fusion == way
     assert way in FUSION.values.split(", ")
+
+
+@pytest.mark.parametrize("value", ["0", "63", "96", "1000", "-64", "64.0", "1k"])
+def test_a_workspace_that_is_no_power_of_two_is_refused(value):
+    assert parse({MEGAMOE_TOKENS.name: " 4096 "}).megamoe_tokens == 4096 and parse({}).megamoe_tokens == 1024
+    with pytest.raises(FlagError, match=f"{MEGAMOE_TOKENS.name}={value}.*power of two"):
+        parse({MEGAMOE_TOKENS.name: value})
 
 
 def test_a_policy_file_is_named_as_written():

@@ -110,9 +110,10 @@ def test_scale_ratios(benchmark_module):
 
 def test_curves_of_the_ways_for_mxfp4_experts(benchmark_module):
     plot = benchmark_module("plot_results")
-    rows = [("timed", "wide", "own", 8, 2.0), ("timed", "wide", "own", 1, 1.0), ("timed", "wide", "peer", 1, 3.0), ("timed", "other", "own", 1, 4.0), ("error", "wide", "own", 1, 0)]
+    rows = [("timed", "wide", "own", 8, 2.0), ("timed", "wide", "own", 1, 1.0), ("timed", "wide", "peer", 1, 3.0), ("timed", "other", "own", 1, 4.0), ("error", "wide", "own", 1, 0),
+            ("capacity", "wide", "own, 64", 64, 5.0)]
     report = {"points": {str(row): dict(zip(("kind", "shape", "way", "tokens", "us"), row)) for row in rows}}
-    assert plot.way_curves(report, "wide") == {"own": [(1, 1.0), (8, 2.0)], "peer": [(1, 3.0)]}
+    assert plot.way_curves(report, "wide") == {"own": [(1, 1.0), (8, 2.0)], "peer": [(1, 3.0)], plot.ONE_LAUNCH: [(64, 5.0)]}
     with pytest.raises(ValueError, match="nothing was measured at narrow"):
         plot.way_curves(report, "narrow")
 

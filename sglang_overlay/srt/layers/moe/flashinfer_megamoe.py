@@ -131,6 +131,11 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.uint8)
 
 
+def capacities_up_to(largest: int) -> Tuple[int, ...]:
+    """The workspaces there are where the largest holds this many tokens of one rank."""
+    return (*(capacity for capacity in CAPACITIES if capacity < largest), largest)
+
+
 def capacity_for(tokens: int, capacities: Tuple[int, ...] = CAPACITIES) -> int:
     """The smallest workspace that holds ``tokens`` of one rank, at most the largest there is."""
     return next((capacity for capacity in capacities if tokens <= capacity), capacities[-1])

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import Any, Callable
+from typing import Any, Callable, Tuple
 
 import torch
 
 from ...environ import settings
-from ..moe.flashinfer_megamoe import CAPACITIES, ExpertShape, ExpertWeights, MegaMoeExperts, refuse
+from ..moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts, capacities_up_to, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class Mxfp4MegaMoEMethod:
         weights = ExpertWeights.as_loaded(
             layer.w13_weight.data, layer.w2_weight.data, layer.w13_weight_scale_inv.data, layer.w2_weight_scale_inv.data
         )
-        self.experts = MegaMoeExperts(shape_of(layer), weights, expert_group())
+        self.experts = MegaMoeExperts(shape_of(layer), weights, expert_group(), capacities_up_to(settings().megamoe_tokens))
         keep_only_transformed(layer, self.experts.transformed)
-        log_once(self.experts.shape.world_size)
+        log_once(self.experts.shape.world_size, self.experts.capacities)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """One forward; every rank of the group takes part, also one without tokens."""
@@ -95,10 +95,10 @@ class Mxfp4MegaMoEMethod:
 
 
 @lru_cache(maxsize=None)
-def log_once(ranks: int) -> None:
+def log_once(ranks: int, capacities: Tuple[int, ...]) -> None:
     from sglang.srt.utils import log_info_on_rank0
 
-    workspaces = ", ".join(map(str, CAPACITIES))
+    workspaces = ", ".join(map(str, capacities))
     log_info_on_rank0(
         logger, f"MXFP4 experts run in FlashInfer's mega kernel for SM90, over {ranks} ranks, in workspaces of {workspaces} tokens a rank."
     )

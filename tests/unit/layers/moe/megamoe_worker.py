@@ -40,6 +40,7 @@ def run_rank(spec: dict) -> None:
     os.environ.pop(FLAG, None)
     if spec["flag"] is not None:
         os.environ[FLAG] = spec["flag"]
+    os.environ.update(spec.get("environment", {}))
     override_platform(**spec.get("platform", {"is_sm90": True})).install()
     with torch.no_grad():
         seen = globals()[f"scenario_{spec['scenario']}"](spec)

@@ -13,7 +13,7 @@ from sglang_overlay.srt.arg_groups import moe_hook
 from sglang_overlay.srt.environ import MXFP4_MEGAMOE, settings
 from sglang_overlay.srt.layers.moe import flashinfer_megamoe
 from sglang_overlay.srt.layers.moe.flashinfer_megamoe import (
-    CAPACITIES, ExpertShape, ExpertWeights, MegaMoeExperts, MegaMoeRefused, capacity_for, launches,
+    CAPACITIES, ExpertShape, ExpertWeights, MegaMoeExperts, MegaMoeRefused, capacities_up_to, capacity_for, launches,
 )
 from sglang_overlay.srt.layers.quantization import mxfp4_megamoe
 
@@ -165,6 +165,11 @@ def test_a_forward_runs_in_the_workspaces_it_should(tokens):
     assert torch.equal(out.double(), mxfp4_moe.moe(x, ids, routing, weights))
     (layer,) = megamoe_stand_in.MoEEpMegaLayer.made
     assert layer.launched == [(capacity, len(x[rows])) for rows, capacity in launches(tokens)]
+
+
+@pytest.mark.parametrize("largest, expected", [(64, (64,)), (128, (64, 128)), (1024, CAPACITIES), (4096, (64, 256, 1024, 4096))])
+def test_the_largest_workspace_bounds_the_others(largest, expected):
+    assert capacities_up_to(largest) == expected
 
 
 def test_workspaces_of_other_sizes():

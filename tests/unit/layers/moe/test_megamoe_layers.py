@@ -49,6 +49,7 @@ CHOICES = {
 FORWARDS = {
     "one rank": {"tokens": [[5], [0], [64], [65], [1030]]},
     "one rank, limited": {"tokens": [[7]], "limit": 1024.0},
+    "one rank, up to 128": {"tokens": [[5], [200]], "environment": {"SGLANG_MOE_MXFP4_MEGAMOE_TOKENS": "128"}},
     "two ranks": {"tokens": [[5, 5], [0, 3], [70, 0], [2, 1025], [0, 0]], "ranks": 2},
 }
 
@@ -177,6 +178,11 @@ def test_ranks_launch_alike_in_the_workspace_of_the_fullest(seen):
     first, second = ([forward["launched"] for forward in rank["forwards"]] for rank in seen["forward two ranks"])
     assert first == [[(64, 5)], [(64, 0)], [(256, 70)], [(1024, 2), (64, 0)], []]
     assert second == [[(64, 5)], [(64, 3)], [(256, 0)], [(1024, 1024), (64, 1)], []]
+
+
+def test_the_largest_workspace_is_what_the_flag_says(seen):
+    (rank,) = seen["forward one rank, up to 128"]
+    assert [forward["launched"] for forward in rank["forwards"]] == [[(64, 5)], [(128, 128), (128, 72)]]
 
 
 def test_the_layer_keeps_the_kernels_weights_only(seen):
