@@ -323,7 +323,7 @@ def _hiding(situation: Situation, leave: set, merged: dict, contents: dict) -> I
         yield from hiding(root, source)
     for file in situation.receipt.files:
         if file.kind == PATCHED and file.path not in leave:
-            yield from hiding(root, file.path, merged.get(file.path) or contents[file.before.sha256])
+            yield from hiding(root, file.path, merged[file.path] if file.path in merged else contents[file.before.sha256])
 
 
 def _back(situation: Situation, file: FileChange, merged: dict, contents: dict) -> Optional[FileState]:
