@@ -149,13 +149,14 @@ class Grid(NamedTuple):
 
 
 # ``sparse``: one column a row, exponents over 11 steps. ``dense``: every code is used, and each term is a multiple of the largest one's power of two over
-# 2**12. ``wide``: dense over 7 steps, which is more than Hopper's FP8 tensor cores keep of a sum: 13 bits below the largest term's power of two.
+# 2**12. ``wide``: dense over 7 steps, which is more than Hopper's FP8 tensor cores keep of a sum: some 14 bits, the leading one among them
+# (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2).
 GRIDS = {
     "sparse": Grid(False, (2.0, 4.0), (2, 4), (0.5, 1.0), (-3, 1), (-7, 4), (-7, 4)),
     "dense": Grid(True, (4.0,), (1, 2), (0.5, 1.0), (0, 1), (-2, 3), (-1, 2)),
     "wide": Grid(True, (2.0, 4.0), (2, 4), (0.5, 1.0), (-3, 1), (-3, 4), (-3, 4)),
 }
-KEPT_BITS = 13
+KEPT_BITS = 13  # below the leading one
 
 
 def grid_tokens(shape: Shape, tokens: int, seed: int = 1, device="cpu") -> tuple:
