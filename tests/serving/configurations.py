@@ -64,13 +64,14 @@ ON = (ON_EAGER, ON_AUTO)
 
 
 def ways_at(place: Place, *ways: Way) -> list[Way]:
-    """Those that are served there: the stock release with the flag at 0 on one rank only, where it must say what it says without."""
-    return [way for way in ways if way is not STOCK_0 or place.tp == 1]
+    """Those that are served there: on one rank nothing without the flag, on two the stock release without it."""
+    elsewhere = (STOCK_UNSET, OFF_UNSET) if place.tp == 1 else (STOCK_0,)
+    return [way for way in ways if way not in elsewhere]
 
 
-def stock_beside(place: Place, way: Way) -> Way:
-    """The stock release that a server with the overlay switched off is compared with: with the same flag, where that is served."""
-    return STOCK_0 if way is OFF_0 and place.tp == 1 else STOCK_UNSET
+def stock_beside(place: Place) -> Way:
+    """The stock release that a server with the overlay switched off is compared with."""
+    return STOCK_0 if place.tp == 1 else STOCK_UNSET
 
 
 def configuration_of(way: Way, tree, model, tp: int) -> Configuration:
