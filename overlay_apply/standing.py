@@ -49,7 +49,7 @@ class Standings:
         missing = needs.needs.unmet(self.base.name, self.environment)
         parts = {part: each.unmet(self.base.name, self.environment) for part, each in needs.parts.items()}
         state, why = (absent, _WORDS[absent]) if absent else self._present(name, needs, missing, parts)
-        listed = [{"part": part, "missing": [*missing, *lacks]} for part, lacks in parts.items()]
+        listed = [{"part": part, "missing": list(dict.fromkeys([*missing, *lacks]))} for part, lacks in parts.items()]
         return {"feature": name, "state": state, "why": why, "missing": missing, "parts": listed}
 
     def _present(self, name: str, needs: FeatureNeeds, missing: list, parts: dict) -> tuple:
