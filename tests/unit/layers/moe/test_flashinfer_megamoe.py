@@ -66,6 +66,7 @@ def test_the_grid_quantises_without_error_and_its_limit_clamps():
     assert torch.equal(mxfp4_moe.quantised(x, SHAPE.hidden), x.double())
     free, exact = (mxfp4_moe.routed_rows(x, ids, routing, weights, quantise=quantise) for quantise in (False, True))
     assert torch.equal(free.bfloat16().double(), exact)
+    assert not torch.equal(mxfp4_moe.moe(x, ids, routing, weights, mxfp4_moe.GRID_LIMIT), mxfp4_moe.moe(x, ids, routing, weights))
 
 
 @pytest.mark.parametrize("kind", mxfp4_moe.GRIDS)
