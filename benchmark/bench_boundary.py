@@ -59,7 +59,7 @@ import torch.multiprocessing  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from policy_from_results import policy_table  # noqa: E402
-from gpu import copy_bandwidth, driver_version, elapsed_us, time_limit  # noqa: E402
+from gpu import copy_bandwidth, driver_version, elapsed_us, relative_error, time_limit  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
@@ -386,10 +386,6 @@ def exact_boundary(inputs: Inputs) -> Boundary:
     residual = part + inputs.residual.double()
     norm = residual * torch.rsqrt((residual * residual).mean(-1, keepdim=True) + EPS) * inputs.gamma.double()
     return norm, residual
-
-
-def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 def same_on_all_ranks(results: List[torch.Tensor]) -> bool:

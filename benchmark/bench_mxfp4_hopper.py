@@ -51,10 +51,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "ci"), str(ROOT / "tests" / "oracles")]
 import mxfp4_moe  # noqa: E402
 import mxfp4_peers  # noqa: E402
-from gpu import driver_version, elapsed_us, time_limit  # noqa: E402
+from gpu import driver_version, elapsed_us, relative_error, time_limit  # noqa: E402
 from mxfp4_interleave import interleaving_in_torch  # noqa: E402
 from mxfp4_moe import Shape  # noqa: E402
-from sglang_overlay.srt.layers.moe import flashinfer_megamoe  # noqa: E402
 from sglang_overlay.srt.layers.moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts  # noqa: E402
 
 CALLS = 8
@@ -313,8 +312,7 @@ class Bench:
             times = rounds.tolist()
         return statistics.median(times)
 
-    def measure_capacity(self, point: Point) -> dict:
-        return self.measure_timed(point)
+    measure_capacity = measure_timed
 
     def measure_memory(self, point: Point) -> dict:
         return {"bytes": self.layers.of(point).weight_bytes, "checkpoint_bytes": sum(part.nbytes for part in self.layers.of(point).weights)}
@@ -371,9 +369,9 @@ class Layers:
     def make(self, point: Point) -> Layer:
         shape, weights = SHAPES[point.shape], self.weights_of(point)
         if point.way == OWN:
-            return self.make_own(shape, weights, point.limit, flashinfer_megamoe.CAPACITIES)
+            return self.make_own(shape, weights, point.limit)
         if point.kind == "capacity":
-            return self.make_own(shape, weights, point.limit, (point.tokens,))
+            return self.make_own(shape, weights, point.limit, capacities=(point.tokens,))
         self.start_sglang()
         layer = mxfp4_peers.make_layer(mxfp4_peers.PEERS[point.way], shape, weights, point.limit)
         layer.run(*mxfp4_moe.random_tokens(shape, 1, device=self.device))  # some are compiled when they are called
@@ -388,13 +386,13 @@ class Layers:
             )
         return self.weights[point.weights]
 
-    def make_own(self, shape: Shape, weights: Any, limit: Optional[float], capacities: Tuple[int, ...]) -> Layer:
+    def make_own(self, shape: Shape, weights: Any, limit: Optional[float], **workspaces: Any) -> Layer:
         ranks = self.args.ranks
         local = slice(self.rank * shape.experts // ranks, (self.rank + 1) * shape.experts // ranks)
         own = ExpertWeights.as_loaded(*(part[local].contiguous() for part in weights))
         told = ExpertShape(shape.experts, shape.top_k, shape.hidden, shape.intermediate, limit, self.rank, ranks)
         with interleaving_in_torch() if self.args.interleave_in_torch else nullcontext():
-            experts = MegaMoeExperts(told, own, dist.group.WORLD if ranks > 1 else None, capacities)
+            experts = MegaMoeExperts(told, own, dist.group.WORLD if ranks > 1 else None, **workspaces)
         held = sum(tensor.nbytes for leg in experts.transformed for tensor in leg)
         return Layer(experts.forward, weights, held)
 
@@ -429,10 +427,6 @@ def timed(replay: Callable[[], None], device: str) -> float:
     start = time.perf_counter()
     replay()
     return (time.perf_counter() - start) * 1e6
-
-
-def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 def poison_free_memory(like: torch.Tensor) -> None:

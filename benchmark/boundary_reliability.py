@@ -27,7 +27,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu import driver_version  # noqa: E402
+from gpu import driver_version, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config, load  # noqa: E402
@@ -76,7 +76,7 @@ class Rank:
         dist.all_reduce(part)
         total = part.cuda() + residual.double()
         norm = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * gamma.double()
-        return max(((r.double() - t).norm() / t.norm()).item() for r, t in zip(results, (norm, total)))
+        return max(relative_error(result, exact) for result, exact in zip(results, (norm, total)))
 
 
 class Replay:

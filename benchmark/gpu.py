@@ -30,6 +30,11 @@ def time_limit(seconds: float, before_the_end: Callable[[], object]) -> Iterator
         timer.cancel()
 
 
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """``||result - exact|| / ||exact||``; ``exact`` is float64."""
+    return ((result.double() - exact).norm() / exact.norm()).item()
+
+
 def driver_version() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]

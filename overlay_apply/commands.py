@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Optional
 
 from . import __version__, diff
 from .bases import Base, Evidence, Manifest, load_manifest
 from .bytecode import hiding
 from .environment import Environment, environment_of
 from .errors import Interfered, Unsupported, UsageFault
-from .flags import misspelt_flags, read_flags
+from .flags import load_table, misspelt_notes, read_flags
 from .fs import FileState, Fs, read_file, sha256
 from .merge import taken_out
 from .patches import choose, features_of, load_patches
@@ -105,7 +104,8 @@ def status(request: Request, python: Optional[Path] = None) -> dict:
         state = UNSUPPORTED if state == CLEAN else state
         facts.update(base=None, evidence=fault.found, features={"in": [], "out": []}, error=fault.as_dict())
     exit_code = {CLEAN: 0, APPLIED: 0, NO_RECEIPT: 0, UNSUPPORTED: 3}.get(state, 5)
-    flags = read_flags(request.project.overlay)
+    table = load_table(request.project.overlay)
+    flags = read_flags(table)
     base = base_by_name(manifest, facts["base"]) if facts["base"] else None
     environment = environment_of(target, python)
     return {
@@ -117,7 +117,7 @@ def status(request: Request, python: Optional[Path] = None) -> dict:
         "state": state,
         "changed": situation.changed(),
         "flags": flags,
-        "notes": [*_notes(situation, state), *misspelt_flags(request.project.overlay, _names_of_sglang(situation))],
+        "notes": [*_notes(situation, state), *misspelt_notes(table, _names_of_sglang(situation))],
     }
 
 
@@ -299,55 +299,47 @@ def _way_back(situation: Situation, leave: set, merged: dict) -> tuple:
 
     Those in `leave` stay, and nothing that was compiled since hides any of them.
     """
-    contents: dict = {}
-    files = []
+    contents = {sha256(data): data for data in merged.values()}
+    files, texts = [], dict.fromkeys(leave)
     for file in reversed(situation.receipt.files):
-        if file.path not in merged and is_left(file, {*leave, *merged}):
+        if is_left(file, leave) or (file.kind == BYTECODE and is_left(file, merged)):
             continue
+        back = file.before
+        if file.path in merged:
+            back = FileState(sha256(merged[file.path]), file.before.mode)
+        elif back:
+            contents[back.sha256] = situation.bytes_of(back.sha256)
         now = current(situation.target, file.path, contents)
-        back = _back(situation, file, merged, contents)
         if (now and now.sha256) != (back and back.sha256):
             files.append(FileChange(file.path, file.kind, now, back))
+        if file.kind == PATCHED:
+            texts[file.path] = contents[back.sha256]
     settled = {file.path for file in files}
-    for path in _hiding(situation, leave, merged, contents):
+    for path in (path for source in sorted(texts) for path in hiding(situation.target.root, source, texts[source])):
         if path not in settled:
             files.append(FileChange(path, BYTECODE, current(situation.target, path, contents), None))
     dirs = situation.receipt.dirs[::-1]
     return Change(files, [], dirs, situation.receipt_on_disk(), None), contents
 
 
-def _hiding(situation: Situation, leave: set, merged: dict, contents: dict) -> Iterator[str]:
-    """Yield the compiled files that would keep Python from running what the patched files become."""
-    root = situation.target.root
-    for source in sorted(leave):
-        yield from hiding(root, source)
-    for file in situation.receipt.files:
-        if file.kind == PATCHED and file.path not in leave:
-            yield from hiding(root, file.path, merged[file.path] if file.path in merged else contents[file.before.sha256])
-
-
-def _back(situation: Situation, file: FileChange, merged: dict, contents: dict) -> Optional[FileState]:
-    """Return what a file becomes, its bytes put into `contents`."""
-    if file.path in merged:
-        back = FileState(sha256(merged[file.path]), file.before.mode)
-        contents[back.sha256] = merged[file.path]
-        return back
-    if file.before:
-        contents[file.before.sha256] = situation.bytes_of(file.before.sha256)
-    return file.before
-
-
 def _without_ours(situation: Situation, edited: list) -> dict:
     """Return the edited files, by path, out of which the overlay's changes can be taken: with the edits, and without those."""
-    found = {}
-    for file in situation.receipt.files if situation.receipt else ():
-        now = read_file(situation.target.root / file.path) if file.path in edited and file.kind == PATCHED else None
-        if now is not None:
-            with contextlib.suppress(Interfered):  # an older version did not keep what it wrote
-                result = taken_out(situation.bytes_of(file.after.sha256), situation.bytes_of(file.before.sha256), now[0])
-                if result is not None and CALL not in result:
-                    found[file.path] = result
-    return found
+    patched = [file for file in (situation.receipt.files if situation.receipt else ()) if file.kind == PATCHED and file.path in edited]
+    results = {file.path: _merged(situation, file) for file in patched}
+    return {path: data for path, data in results.items() if data is not None}
+
+
+def _merged(situation: Situation, file: FileChange) -> Optional[bytes]:
+    """Return an edited file without the overlay's changes; None if it is gone, or they cannot be told from the edits."""
+    now = read_file(situation.target.root / file.path)
+    if now is None:
+        return None
+    try:
+        ours, original = (situation.bytes_of(state.sha256) for state in (file.after, file.before))
+    except Interfered:  # an older version did not keep what it wrote
+        return None
+    result = taken_out(ours, original, now[0])
+    return None if result is None or CALL in result else result
 
 
 def _edited_in_journal(store: Store) -> list:

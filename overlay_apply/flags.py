@@ -15,20 +15,7 @@ from . import OVERLAY_NAME
 TABLE = "srt/environ.py"
 
 
-def read_flags(overlay: Path) -> list:
-    """Return one {name, feature, default, values, help, set_to, refused} for each flag; none without a table."""
-    module = _table(overlay)
-    return [_row(flag, module) for flag in getattr(module, "FLAGS", ())]
-
-
-def misspelt_flags(overlay: Path, known: str) -> list:
-    """Return a sentence on each variable that looks like a flag and is none; `known` names those that SGLang has, in a text."""
-    find = getattr(_table(overlay), "misspelt", None)
-    found = find(os.environ, known) if find else ()
-    return [f"{variable} is set, and nothing reads it; the flag is {flag}" for variable, flag in found]
-
-
-def _table(overlay: Path) -> Optional[ModuleType]:
+def load_table(overlay: Path) -> Optional[ModuleType]:
     """Load the table by its path: importing the package would pull in what status does not need. None without one."""
     path = overlay / TABLE
     if not path.is_file():
@@ -42,6 +29,17 @@ def _table(overlay: Path) -> Optional[ModuleType]:
     finally:
         del sys.modules[name]
     return module
+
+
+def read_flags(table: Optional[ModuleType]) -> list:
+    """Return one {name, feature, default, values, help, set_to, refused} for each flag; none without a table."""
+    return [_row(flag, table) for flag in getattr(table, "FLAGS", ())]
+
+
+def misspelt_notes(table: Optional[ModuleType], known: str) -> list:
+    """Return a sentence on each variable that looks like a flag and is none; `known` names those that SGLang has, in a text."""
+    find = getattr(table, "misspelt_notes", None)
+    return list(find(os.environ, known)) if find else []
 
 
 def _row(flag, module) -> dict:
@@ -68,7 +66,7 @@ def _is_off(module) -> bool:
     """Tell whether the flags as they are make the overlay read no file."""
     try:
         return module.parse(os.environ).is_off
-    except (AttributeError, module.FlagError):
+    except module.FlagError:
         return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Iterable, List, Optional
 
 from .bases import Base, Manifest
@@ -70,9 +71,9 @@ class Standings:
     def _absent(self, name: str, patches: list) -> Optional[str]:
         """Say in which way a feature is not in the tree; None where it is in."""
         receipt, read = self.situation.receipt, self.situation.read_original
-        if self.situation.state == PARTLY and patches:
+        if self._state == PARTLY and patches:
             return PARTLY_IN
-        if self.situation.state == MODIFIED and receipt and name in receipt.features and self._lost():
+        if self._lost and name in receipt.features:
             return PARTLY_IN
         if receipt and name in receipt.features:
             outcomes = {patch["outcome"] for patch in receipt.patches if patch["feature"] == name}
@@ -83,9 +84,14 @@ class Standings:
             return UPSTREAM if all(is_retired(patch, read) for patch in by_probe) else NOT_IN
         return UPSTREAM if any(is_retired(patch, read) for patch in self._of_other_bases(name)) else NOT_HERE
 
+    @cached_property
+    def _state(self) -> str:
+        return self.situation.state
+
+    @cached_property
     def _lost(self) -> bool:
-        """Tell whether a file of the overlay's, or a call of it in a patched file, is gone."""
-        return any(entry["now"] != "edited" for entry in self.situation.changed())
+        """Whether the tree has a receipt, and a file of the overlay's, or a call of it in a patched file, is gone."""
+        return self._state == MODIFIED and any(entry["now"] != "edited" for entry in self.situation.changed())
 
     def _of_other_bases(self, name: str) -> Iterable:
         for base in self.manifest.bases:

@@ -16,7 +16,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional, get_type_hints
 
 from . import OVERLAY_NAME, STATE_NAME
 from .errors import Interfered, OverlayError, Refused
@@ -80,8 +80,7 @@ class Receipt:
         fields = {name: value for name, value in data.items() if name != "format"}
         fields["files"] = [FileChange.from_dict(entry) for entry in fields["files"]]
         receipt = Receipt(**fields)
-        kinds = {"tool": str, "prefix": str, "base": str, "evidence": dict, "features": list, "patches": list, "dirs": list}
-        for name, kind in kinds.items():
+        for name, kind in get_type_hints(Receipt).items():
             if not isinstance(fields[name], kind):
                 raise TypeError(f"{name} is {fields[name]!r}")
         return receipt

@@ -169,6 +169,12 @@ def misspelt(variables: Iterable[str], known: Container[str] = ()) -> Iterator[T
             yield variable, near[0]
 
 
+def misspelt_notes(variables: Iterable[str], known: Container[str] = ()) -> Iterator[str]:
+    """Yield a sentence on each of those."""
+    for variable, flag in misspelt(variables, known):
+        yield f"{variable} is set, and nothing reads it; the flag is {flag}"
+
+
 def _value(environ: Mapping[str, str], flag: Flag) -> Optional[str]:
     return environ.get(flag.name, "").strip().lower() or None
 

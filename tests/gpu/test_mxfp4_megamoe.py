@@ -3,8 +3,6 @@
 Needs a Hopper GPU, and a patched 0.5.23 and FlashInfer 0.7.4 on the path: ``PYTHONPATH=TREE pytest -m gpu tests/gpu/test_mxfp4_megamoe.py``.
 """
 
-import os
-
 import megamoe_worker
 import mxfp4_moe
 import pytest
@@ -27,7 +25,7 @@ def experts(one_rank):
 
     patch = pytest.MonkeyPatch()
     patch.setenv(FLAG, "1")
-    patch.setitem(os.environ, "MEGA_NO_DIST", "1")
+    patch.setenv("MEGA_NO_DIST", "1")
     settings.cache_clear()
     moe = get_flags().moe
     patch.setattr(moe, "runner_backend", MoeRunnerBackend("flashinfer_megamoe"))

@@ -9,7 +9,7 @@ from typing import Any, Callable, Tuple
 
 import torch
 
-from ..environ import ENABLE, MAX_TOKENS, MXFP4_MEGAMOE, TRITON_UE8M0, misspelt, settings
+from ..environ import ENABLE, MAX_TOKENS, MXFP4_MEGAMOE, TRITON_UE8M0, misspelt_notes, settings
 from ..layers.moe.deferral import OFF_UNDER_AUTO, row_or_reason
 from ..layers.quantization.fp8 import why_not_ue8m0
 from ..layers.quantization.mxfp4_megamoe import Mxfp4MegaMoEMethod
@@ -31,8 +31,8 @@ def tell_features(model: torch.nn.Module) -> None:
         except Exception as error:
             line = f"it could not be told whether it is active: {error!r}"
         log_info_on_rank0(logger, f"MoE overlay, {name}: {line}")
-    for variable, flag in misspelt(os.environ, vars(type(envs))):
-        log_info_on_rank0(logger, f"MoE overlay: {variable} is set, and nothing reads it; the flag is {flag}")
+    for note in misspelt_notes(os.environ, vars(type(envs))):
+        log_info_on_rank0(logger, f"MoE overlay: {note}")
 
 
 def deferred_finalize(model: torch.nn.Module) -> str:

@@ -234,6 +234,10 @@ def value_of(package, name) -> str:
     return subprocess.run([sys.executable, "-c", code], cwd=package, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def compiled(source):
+    py_compile.compile(str(source), invalidation_mode=UNCHECKED, doraise=True)
+
+
 @pytest.fixture
 def plain(project, package):
     """A patched module that can be imported, with a compiled file that Python never checks."""
@@ -251,12 +255,8 @@ edits:
     series.write_text(series.read_text() + "plain\n")
     source = package / "sglang/srt/layers/plain.py"
     write_tree(package, {"sglang/srt/layers/plain.py": "VALUE = 'old'\n"})
-    py_compile.compile(str(source), invalidation_mode=UNCHECKED, doraise=True)
+    compiled(source)
     return source
-
-
-def compiled(plain, mode=UNCHECKED):
-    py_compile.compile(str(plain), invalidation_mode=mode, doraise=True)
 
 
 @pytest.mark.parametrize("again", [[], ["--feature", "beta"]])
@@ -286,7 +286,7 @@ def test_an_edited_file_that_is_left_is_what_python_runs(run, package, plain):
 def test_an_edited_file_that_the_overlay_is_taken_out_of_is_what_python_runs(run, package, plain):
     assert run("apply", package).code == 0
     plain.write_text(plain.read_text() + "MY_EDIT = 1\n")
-    py_compile.compile(str(plain), invalidation_mode=UNCHECKED, doraise=True)
+    compiled(plain)
     answer = run("revert", "--keep-edited", package, "--json")
     assert answer.code == 0 and answer.data["merged"] == ["sglang/srt/layers/plain.py"]
     assert (value_of(package, "VALUE"), value_of(package, "MY_EDIT")) == ("old", "1")
@@ -298,7 +298,7 @@ def test_what_was_compiled_since_does_not_hide_an_edited_file(run, package, plai
         assert run("apply", package).code == 0
         edits = [
             lambda: plain.write_text("MY_EDIT = 1; " + plain.read_text()),
-            lambda: py_compile.compile(str(plain), invalidation_mode=UNCHECKED, doraise=True),
+            lambda: compiled(plain),
         ]
         for act in reversed(edits) if edit_last else edits:
             act()

@@ -13,7 +13,7 @@ from overlay_apply import environment as environments
 from overlay_apply.bases import load_manifest
 from overlay_apply.environment import Environment, Gpu, environment_of, find_gpus
 from overlay_apply.errors import PatchFault
-from overlay_apply.flags import read_flags
+from overlay_apply.flags import load_table, read_flags
 from overlay_apply.needs import Needs, gpu_unmet, in_range, package_unmet, parse_feature
 from overlay_apply.patches import features_of, load_patches
 from overlay_apply.project import Project
@@ -113,7 +113,7 @@ def test_a_flag_switches_off_or_asks_for_a_part(ready, run, monkeypatch, value, 
 
 def test_a_value_that_a_flag_does_not_take(monkeypatch):
     monkeypatch.setenv("SGLANG_MOE_TRITON_UE8M0", "maybe")
-    refused = {flag["name"]: flag["refused"] for flag in read_flags(REPOSITORY / "sglang_overlay")}
+    refused = {flag["name"]: flag["refused"] for flag in read_flags(load_table(REPOSITORY / "sglang_overlay"))}
     assert "valid values are" in refused.pop("SGLANG_MOE_TRITON_UE8M0") and set(refused.values()) == {None}
 
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_not_read_is_not_refused(monkeypatch):
 def flags_of_overlay(monkeypatch, name, value):
     """What is refused of the overlay's own flags, with one of them set."""
     monkeypatch.setenv(name, value)
-    return [flag["refused"] for flag in read_flags(REPOSITORY / "sglang_overlay") if flag["refused"]]
+    return [flag["refused"] for flag in read_flags(load_table(REPOSITORY / "sglang_overlay")) if flag["refused"]]
 
 
 def test_upstream_has_a_feature(ready, run):
@@ -342,7 +342,7 @@ def test_every_feature_states_its_needs():
 
 def test_needs_name_bases_flags_and_parts_that_there_are():
     bases = {base.name for base in MANIFEST.bases}
-    flags = {flag["name"]: flag["feature"] for flag in read_flags(REAL.overlay)}
+    flags = {flag["name"]: flag["feature"] for flag in read_flags(load_table(REAL.overlay))}
     for name, needs in MANIFEST.features.items():
         for each in (needs.needs, *needs.parts.values()):
             by_base = [asked for asked in each.packages.values() if isinstance(asked, dict)]
