@@ -14,9 +14,9 @@ The rules:
 * **Distance to float32.** |logprob - float32's| over all tokens of an arm's own answers. It may be larger than stock's by
   no more than two standard errors of the difference between answers of the same place.
 * **Distance to stock.** |logprob - stock's| up to the first differing token; its mean is at most that of stock's to float32.
-* **Speed.** In each round stock and the arm take turns twice, S A S' A' (every other round A S A' S'). The arm's ratio is
-  (A + A') / (S + S'), stock's ratio to itself S' / S. ``auto`` is not slower where the median of its ratio is at least 1
-  less the spread, the largest distance of stock's ratio to itself from 1.
+* **Speed.** In each round stock and the arms that are up take turns twice, S A B S' A' B' (who begins changes with the
+  round). An arm's ratio is (A + A') / (S + S'), stock's ratio to itself S' / S. ``auto`` is not slower where the median of
+  its ratio is at least 1 less the spread, the largest distance of stock's ratio to itself from 1.
 """
 
 from __future__ import annotations
@@ -136,9 +136,11 @@ def _spread_of(values: Sequence[float]) -> dict:
     return {"mean": statistics.mean(values), "p99": percentile(values, 0.99), "max": max(values)}
 
 
-def turns(number: int, arm: str) -> List[str]:
+def turns(number: int, arms: Sequence[str]) -> List[str]:
     """Who is timed when in a round: by turns, and who begins changes with the round."""
-    return ["stock", arm] * 2 if number % 2 == 0 else [arm, "stock"] * 2
+    everyone = ["stock", *arms]
+    first = number % len(everyone)
+    return (everyone[first:] + everyone[:first]) * 2
 
 
 def pair(rounds: Sequence[Mapping[str, Sequence[float]]]) -> dict:

@@ -11,8 +11,8 @@ Phases, any of which a call may run alone (``--phases``, ``--arms``):
 * checkpoint: the model is made where it is served, seeded, in bf16; nothing if it is there.
 * tokens: every prompt greedily, in groups (all at once, 8 at a time, alone), with logprobs.
 * speed: decode output tokens per second. The same prompts are continued by a few and by many tokens (``--steps``); the
-  rate is that of the tokens between. Stock's server and the arm's are up on the same GPUs at once and are driven in turns,
-  one at a time.
+  rate is that of the tokens between. Stock's server and those of some arms (``--at-once``) are up on the same GPUs and are
+  driven in turns, one at a time.
 * reference: transformers' logprobs, in float32, of the tokens every arm said (teacher-forced), on one GPU.
 * report: what ``boundary_checks`` (which states the rules) concludes; writes the .md. Status 1 if anything is wrong.
 
@@ -34,7 +34,8 @@ import shutil
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -60,7 +61,7 @@ SHAPE = Shape(hidden=7168, layers=40, experts=64, topk=8, expert_width=256, spre
 ARGUMENTS = (
     "--dtype bfloat16 --skip-tokenizer-init --attention-backend triton --moe-runner-backend triton --sampling-backend pytorch "
     "--grammar-backend none --disable-shared-experts-fusion --disable-radix-cache --skip-server-warmup --context-length 2048 "
-    "--max-running-requests 256 --max-total-tokens 131072 --cuda-graph-backend-prefill disabled --random-seed 0 "
+    "--max-running-requests 256 --max-total-tokens 98304 --chunked-prefill-size 2048 --cuda-graph-backend-prefill disabled --random-seed 0 "
     "--flashinfer-allreduce-fusion-backend auto"
 ).split()
 # What stock logs where it has its fused all-reduce + norm, without which it is not the release at its best.
@@ -81,8 +82,10 @@ class OnGpus(GpuConfiguration):
     """``sglang serve`` on GPUs, with this file's arguments."""
 
     def environment(self) -> Dict[str, str]:
-        # Each server has a temporary folder of its own; what one compiled the next need not.
-        return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "serve-boundary-inductor"), **super().environment()}
+        # Each server has a temporary folder of its own; what one compiled the next need not. Several start at a time, so
+        # that one finds the GPUs' memory filled unevenly by another.
+        return {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "serve-boundary-inductor"),
+                **super().environment(), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 
     def command(self, port: int) -> List[str]:
         own = ["--model-path", str(self.model), "--tp", str(self.tp), "--host", "127.0.0.1", "--port", str(port)]
@@ -120,7 +123,8 @@ def parse_arguments(given: List[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="keep what --out holds and measure what is missing")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--tp", type=int, default=2)
-    add("--mem-fraction-static", default="0.25", help="of each server; two are up at once (default: 0.25)")
+    add("--mem-fraction-static", default="0.8", help="of what a server finds free; its size is bounded by its tokens (default: 0.8)")
+    add("--at-once", type=int, default=3, help="arms whose servers are up beside stock's at a time (default: 3)")
     add("--max-tokens", type=int, default=256, help=f"{MAX_TOKENS.name} (default: 256)")
     add("--prompts", type=int, default=64)
     add("--new-tokens", type=int, default=128)
@@ -156,6 +160,10 @@ def configuration_of(arm: str, args: argparse.Namespace) -> Configuration:
     graphs = sorted({*args.batches, *args.groups, 1, 2, 8, 32, 128})
     options = ("--mem-fraction-static", args.mem_fraction_static, "--cuda-graph-bs-decode", *map(str, graphs))
     return OnGpus(tree, args.model.resolve(), args.tp, flags_of(arm, args), options)
+
+
+def log_of(arm: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"serve-boundary-{arm}.log"
 
 
 def named_ways(args: argparse.Namespace) -> set[str]:
@@ -200,7 +208,7 @@ class Run:
         self.results["versions"] = versions()
         self.results["model"] = ", ".join(f"{name} {value}" for name, value in asdict(shape_of(args)).items())
         self.failed: Dict[str, str] = self.results.setdefault("failed", {})
-        self.slowest_start = 0.0
+        self.slowest_start = self.slowest_round = 0.0
 
     def save(self) -> None:
         self.args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -227,30 +235,48 @@ class Run:
     # tokens and speed
 
     def servers(self) -> None:
-        """Start stock, then one arm after the other beside it, and ask each what is still missing."""
+        """Start stock and, beside it, some arms at a time, and ask each what is still missing."""
         missing = [arm for arm in self.args.arms if self.is_missing(arm)]
         if not missing and not self.wants_tokens("stock"):
             return
+        waves = [missing[start:start + self.args.at_once] for start in range(0, len(missing), self.args.at_once)] or [[]]
         with ExitStack() as stack:
-            stock = self.start("stock", stack)
-            self.tokens("stock", stock)
-            self.tokens("stock again", stock)
-            for arm in missing:
-                try:
-                    self.beside(stock, arm)
-                except (ServerFailed, WayDidNotRun) as failure:
-                    self.failed[arm] = str(failure)[-3000:]
-                    self.save()
-                    print(f"FAILED: {arm}: {failure}", flush=True)
+            stock: Dict[str, Server] = {}
+            for wave in waves:
+                with ExitStack() as ends_with_wave:
+                    wanted = dict.fromkeys(wave, ends_with_wave)
+                    servers = {**stock, **self.start(wanted if stock else {"stock": stack, **wanted})}
+                    stock = {"stock": servers["stock"]}
+                    self.ask(servers)
 
-    def beside(self, stock: Server, arm: str) -> None:
-        """All that is asked of one arm while stock's server is up."""
-        self.failed.pop(arm, None)
-        with ExitStack() as stack:
-            server = self.start(arm, stack)
-            self.tokens(arm, server)
-            self.speed(arm, server, stock)
-            self.check_way(arm, server, final=True)
+    def ask(self, servers: Dict[str, Server]) -> None:
+        """All that is missing of stock and of the arms that are up beside it."""
+        self.tokens("stock", servers["stock"])
+        self.tokens("stock again", servers["stock"])
+        for arm, server in self.arms_of(servers).items():
+            with self.noting(arm, servers):
+                self.tokens(arm, server)
+        self.speed(servers)
+        for arm, server in self.arms_of(servers).items():
+            with self.noting(arm, servers):
+                self.check_way(arm, server, final=True)
+
+    @staticmethod
+    def arms_of(servers: Dict[str, Server]) -> Dict[str, Server]:
+        return {arm: server for arm, server in servers.items() if arm != "stock"}
+
+    @contextmanager
+    def noting(self, arm: str, servers: Dict[str, Server]) -> Iterator[None]:
+        """Note the failure of an arm and leave its server out from here on; stock's ends the call."""
+        try:
+            yield
+        except (ServerFailed, WayDidNotRun) as failure:
+            if arm == "stock":
+                raise
+            servers.pop(arm, None)
+            self.failed[arm] = str(failure)[-3000:]
+            self.save()
+            print(f"FAILED: {arm}: {failure}", flush=True)
 
     def is_missing(self, arm: str) -> bool:
         return arm in self.failed or self.wants_tokens(arm) or self.wants_speed(arm)
@@ -264,23 +290,36 @@ class Run:
         rounds = self.results["speed"].get(arm, {})
         return any(len(rounds.get(str(batch), ())) < self.args.rounds for batch in self.args.batches)
 
-    def start(self, arm: str, stack: ExitStack) -> Server:
-        self.time_for(f"{arm}'s server", self.slowest_start)
+    def start(self, stacks: Dict[str, ExitStack]) -> Dict[str, Server]:
+        """Start the servers of several arms together, each to end with its stack; those of them that came up."""
+        self.time_for(f"the servers of {', '.join(stacks)}", self.slowest_start)
+        up: Dict[str, Server] = {}
+        with ThreadPoolExecutor(len(stacks)) as pool:
+            starting = {arm: pool.submit(self.start_one, arm, stack) for arm, stack in stacks.items()}
+        for arm, future in starting.items():
+            self.failed.pop(arm, None)
+            with self.noting(arm, up):
+                up[arm], took = future.result()
+                self.slowest_start = max(self.slowest_start, took)
+                self.note_server(arm, up[arm], took)
+                self.check_way(arm, up[arm])
+        return up
+
+    def start_one(self, arm: str, stack: ExitStack) -> Tuple[Server, float]:
+        """One arm's server and the seconds it took; nothing of the results is touched, several threads are in here."""
         started = time.monotonic()
-        log = Path(tempfile.gettempdir()) / f"serve-boundary-{arm}.log"
         limit = min(self.args.start_limit, self.end - started)
-        server = stack.enter_context(serve(configuration_of(arm, self.args), log, start_limit=limit))
-        took = time.monotonic() - started
-        self.slowest_start = max(self.slowest_start, took)
+        server = stack.enter_context(serve(configuration_of(arm, self.args), log_of(arm), start_limit=limit))
+        return server, time.monotonic() - started
+
+    def note_server(self, arm: str, server: Server, took: float) -> None:
         server.generate([2, 3, 4], 4)
         info = server.server_info()
         self.results["servers"][arm] = {"start_seconds": took, "counters": server.moe_finalize(), "flags": flags_of(arm, self.args),
                                         "info": {name: info.get(name) for name in SERVER_INFO},
-                                        "fuses": STOCK_FUSES in log.read_text(errors="replace")}
+                                        "fuses": STOCK_FUSES in Path(server.log).read_text(errors="replace")}
         self.save()
         print(f"{arm}: up after {took:.0f} s, ways {ways_counted(server.moe_finalize())}", flush=True)
-        self.check_way(arm, server)
-        return server
 
     def check_way(self, arm: str, server: Server, final: bool = False) -> None:
         """Raise unless the arm's way ran; what auto's table names need not all have been met before the end."""
@@ -305,30 +344,37 @@ class Run:
         self.write_answers(arm, found)
         print(f"{arm}: {self.args.prompts} prompts answered, {', '.join(found)} at a time", flush=True)
 
-    def speed(self, arm: str, server: Server, stock: Server) -> None:
-        if not self.wants_speed(arm):
+    def speed(self, servers: Dict[str, Server]) -> None:
+        """Rounds of stock and the arms that still want some, until each has ``--rounds`` of each batch size."""
+        if not any(map(self.wants_speed, self.arms_of(servers))):
             return
-        servers = {"stock": stock, arm: server}
-        batches = self.results["speed"].setdefault(arm, {})
-        for each in servers.values():
-            for batch in self.args.batches:
-                each.seconds_for(prompts(batch), self.args.steps[0])
-        slowest = 0.0
+        for arm, server in list(servers.items()):
+            with self.noting(arm, servers):
+                for batch in self.args.batches:
+                    server.seconds_for(prompts(batch), self.args.steps[0])
         for number in range(self.args.rounds):
             for batch in self.args.batches:
-                rounds = batches.setdefault(str(batch), [])
-                if len(rounds) > number:
-                    continue
-                self.time_for(f"{arm}'s round {number}, batch {batch}", slowest)
-                started = time.monotonic()
-                rates: Dict[str, List[float]] = {"stock": [], "arm": []}
-                for turn in turns(number, arm):
-                    rates["stock" if turn == "stock" else "arm"].append(decode_rate(servers[turn], batch, self.args.steps))
-                rounds.append(rates)
-                slowest = max(slowest, time.monotonic() - started)
-                self.save()
-            print(f"{arm}: round {number} " + ", ".join(
-                f"{batch}: {sum(rounds[-1]['arm']) / sum(rounds[-1]['stock']):.4f}" for batch, rounds in batches.items()), flush=True)
+                self.round(number, batch, servers)
+
+    def round(self, number: int, batch: int, servers: Dict[str, Server]) -> None:
+        """Time stock and the arms that have no such round yet."""
+        rounds = {arm: self.results["speed"].setdefault(arm, {}).setdefault(str(batch), []) for arm in self.arms_of(servers)}
+        due = [arm for arm in rounds if len(rounds[arm]) <= number]
+        if not due:
+            return
+        self.time_for(f"round {number} of {', '.join(due)}, batch {batch}", self.slowest_round)
+        started = time.monotonic()
+        rates: Dict[str, List[float]] = {}
+        for turn in turns(number, due):
+            with self.noting(turn, servers):
+                if turn in servers:
+                    rates.setdefault(turn, []).append(decode_rate(servers[turn], batch, self.args.steps))
+        for arm in due:
+            if arm in servers:
+                rounds[arm].append({"stock": rates["stock"], "arm": rates[arm]})
+                print(f"{arm}: round {number}, batch {batch}: {sum(rates[arm]) / sum(rates['stock']):.4f} of stock", flush=True)
+        self.slowest_round = max(self.slowest_round, time.monotonic() - started)
+        self.save()
 
     # reference
 

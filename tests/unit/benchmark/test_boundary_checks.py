@@ -69,8 +69,9 @@ def test_distances(checks):
 
 
 def test_turns_alternate_within_and_between_rounds(checks):
-    assert checks.turns(0, "auto") == ["stock", "auto", "stock", "auto"]
-    assert checks.turns(1, "auto") == ["auto", "stock", "auto", "stock"]
+    assert checks.turns(0, ["auto"]) == ["stock", "auto", "stock", "auto"]
+    assert checks.turns(1, ["auto"]) == ["auto", "stock", "auto", "stock"]
+    assert checks.turns(2, ["auto", "off"]) == ["off", "stock", "auto"] * 2
 
 
 def test_pairs(checks):

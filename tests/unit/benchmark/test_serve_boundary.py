@@ -98,7 +98,7 @@ def test_a_call_keeps_what_is_there(module, arguments):
     assert first.is_missing("fused")
     first.write_answers("fused", {"2": []})
     assert first.is_missing("fused") and not first.wants_tokens("fused")
-    first.speed("fused", Clockwork(), Clockwork())
+    first.speed({"stock": Clockwork(), "fused": Clockwork()})
     assert not module.Run(args).is_missing("fused")
     assert json.loads(args.out.read_text())["speed"]["fused"]["1"][0]["arm"] == pytest.approx([100, 100])
     more = arguments("--resume", "--rounds", "2", "--batches", "1", "--groups", "2", "--phases", "speed")
@@ -119,18 +119,44 @@ def test_a_report_alone_reads_what_there_is(module, arguments):
 
 def test_the_time_limit_ends_a_call_with_what_is_saved(module, arguments):
     run = module.Run(arguments("--time-limit", "0", "--rounds", "1", "--phases", "speed"))
-    with pytest.raises(module.OutOfTime, match="fused's round 0, batch 1"):
-        run.speed("fused", Clockwork(), Clockwork())
+    with pytest.raises(module.OutOfTime, match="round 0 of fused, batch 1"):
+        run.speed({"stock": Clockwork(), "fused": Clockwork()})
+
+
+def test_arms_that_are_up_together_share_stocks_turns(module, arguments):
+    said = []
+
+    class Named(Clockwork):
+        def __init__(self, name):
+            self.name = name
+
+        def seconds_for(self, asked, new_tokens):
+            said.append(self.name)
+            return super().seconds_for(asked, new_tokens)
+
+    run = module.Run(arguments("--rounds", "1", "--batches", "1", "--phases", "speed"))
+    run.results["speed"] = {"auto": {"1": [{"stock": [1, 1], "arm": [1, 1]}]}}
+    run.speed({name: Named(name) for name in ("stock", "auto", "fused", "separate")})
+    timed = said[4:]  # after each server's warm-up
+    assert timed == [name for name in ("stock", "fused", "separate") * 2 for _ in range(2)]
+    speed = run.results["speed"]
+    assert speed["fused"]["1"][0]["stock"] == speed["separate"]["1"][0]["stock"] and len(speed["auto"]["1"]) == 1
 
 
 class Counted(Clockwork):
-    log = "the.log"
+    log = "/dev/null"
 
     def __init__(self, counters):
         self.counters = counters
 
     def moe_finalize(self):
         return self.counters
+
+    def generate(self, prompt, new_tokens):
+        return None
+
+    def server_info(self):
+        return {}
 
 
 def test_a_server_that_went_another_way_ends_the_run(module, arguments, policy):
@@ -139,7 +165,7 @@ def test_a_server_that_went_another_way_ends_the_run(module, arguments, policy):
     run.check_way("separate", Counted(counters))
     run.check_way("stock", Counted(None))
     for arm in ("fused", "off", "auto"):
-        with pytest.raises(module.WayDidNotRun, match="the.log"):
+        with pytest.raises(module.WayDidNotRun, match="/dev/null"):
             run.check_way(arm, Counted(counters))
     run.check_way("auto", Counted({**counters, "ways": {"fused": 1}}))
     with pytest.raises(module.WayDidNotRun, match="flashinfer"):
@@ -147,17 +173,23 @@ def test_a_server_that_went_another_way_ends_the_run(module, arguments, policy):
 
 
 def test_an_arm_that_fails_does_not_take_the_others_along(module, arguments):
-    run = module.Run(arguments("--phases", "speed", "--rounds", "1", "--batches", "2", "--arms", "flashinfer", "fused", "eager"))
-    counted = {"stock": {}, "fused": {"separate": 1}, "eager": {"eager": 1}}
+    arms = ("flashinfer", "fused", "eager", "separate")
+    run = module.Run(arguments("--phases", "speed", "--rounds", "1", "--batches", "2", "--at-once", "2", "--arms", *arms))
+    counted = {"stock": {}, "fused": {"separate": 1}, "eager": {"eager": 1}, "separate": {"separate": 1}}
+
+    class EndsUnderWay(Counted):
+        def seconds_for(self, asked, new_tokens):
+            raise module.ServerFailed("/generate failed: gone")
 
     def start(arm, stack):
         if arm == "flashinfer":
             raise module.ServerFailed("the server ended with status 1:\na long log")
-        return Counted({"ways": counted[arm], "deferred": {}, "not_deferred": {}, "layers": {}})
+        server = EndsUnderWay if arm == "separate" else Counted
+        return server({"ways": counted[arm], "deferred": {}, "not_deferred": {}, "layers": {}}), 1.0
 
-    run.start = start
+    run.start_one = start
     run.servers()
-    assert sorted(run.failed) == ["flashinfer", "fused"] and run.results["speed"]["eager"]["2"]
+    assert sorted(run.failed) == ["flashinfer", "fused", "separate"] and run.results["speed"]["eager"]["2"]
     again = module.Run(arguments("--phases", "speed", "--resume", "--rounds", "1", "--batches", "2"))
     assert again.is_missing("fused") and not again.is_missing("eager")
     again.report()
