@@ -121,6 +121,11 @@ def is_deferred(value: object) -> bool:
     return isinstance(value, DeferredMoeOutput)
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, so that nothing may be compiled or kept of what is allocated."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def finalize(output: DeferredMoeOutput) -> torch.Tensor:
     """Combine a bundle: ``finalize_reference``'s formula, by the GPU kernel where it can run.
 

@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput, finalize
-from sglang_overlay.srt.layers.moe.moe_runner.producers import TABLE, identity_index, run_experts_in_order
+from sglang_overlay.srt.layers.moe.moe_runner import producers
+from sglang_overlay.srt.layers.moe.moe_runner.producers import TABLE, identity_index, positions, run_experts_in_order
 
 EXPERTS, HIDDEN, INTERMEDIATE = 6, 16, 12
+CPU = torch.device("cpu")
 
 
 def expert_weights(seed=0, bias=False):
@@ -56,6 +58,28 @@ def test_identity_index_marks_pairs_without_a_local_expert():
     ids = torch.tensor([[4, -1], [0, 2]], dtype=torch.int32)
     assert identity_index(ids).tolist() == [[0, -1], [2, 3]]
     assert identity_index(ids).dtype == torch.int32
+
+
+def test_where_all_experts_are_local_the_identity_is_there_already():
+    ids = torch.tensor([[4, 1], [0, 2], [5, 3]])
+    index = identity_index(ids, all_are_local=True)
+    assert index.tolist() == [[0, 1], [2, 3], [4, 5]] and index.dtype == torch.int32 and index.is_contiguous()
+    assert index.data_ptr() == identity_index(ids[:1], all_are_local=True).data_ptr()
+
+
+def test_positions_made_in_a_capture_are_not_kept(monkeypatch):
+    monkeypatch.setattr(producers, "_POSITIONS", {})
+    monkeypatch.setattr(producers, "is_capturing", lambda: True)
+    assert positions(3, CPU).tolist() == [0, 1, 2] and not producers._POSITIONS
+    monkeypatch.setattr(producers, "is_capturing", lambda: False)
+    kept = positions(3, CPU)
+    assert positions(5, CPU).data_ptr() == kept.data_ptr() == producers._POSITIONS[CPU].data_ptr()
+
+
+def test_more_positions_than_are_kept_are_made_anew():
+    count = producers.KEPT_POSITIONS + 1
+    found = positions(count, CPU)
+    assert found[-1] == count - 1 and found.data_ptr() != positions(1, CPU).data_ptr()
 
 
 def test_the_table_names_each_configuration_once():

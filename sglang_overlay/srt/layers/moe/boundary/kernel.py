@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional, Tuple
 
 import torch
 
-from ..deferred_output import DeferredMoeOutput
+from ..deferred_output import DeferredMoeOutput, is_capturing
 from .module import ACTIVATIONS, Config, is_loaded, load
 from .plane import ExchangePlane
 
@@ -131,13 +131,9 @@ def unmet(
     if not all(map(_is_packed, (output.expanded_idx_to_permuted_idx, output.expert_weights))):
         return "index and expert weights must be contiguous and start at multiples of 16 bytes"
     reason = rows_unmet(output, residual, gamma)
-    if not reason and not is_loaded(_config(plane, output)) and _is_capturing():
+    if not reason and not is_loaded(_config(plane, output)) and is_capturing():
         return "its kernel for this top_k and these dtypes is not compiled, and a graph is being captured"
     return reason
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def rows_unmet(output: DeferredMoeOutput, residual: torch.Tensor, gamma: torch.Tensor) -> str:

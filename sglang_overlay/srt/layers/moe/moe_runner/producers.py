@@ -8,14 +8,18 @@ applied is part of a producer's result: it is the bundle's ``routed_scaling_fact
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Optional, Tuple
+from typing import Dict, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 
-from ..deferred_output import DeferredMoeOutput
+from ..deferred_output import DeferredMoeOutput, is_capturing
 from . import flashinfer_trtllm
 from .row import Producer, Row, bundle_of, dispatch
+
+# 256 KiB a device: 8192 tokens of top_k 8.
+KEPT_POSITIONS = 1 << 16
+_POSITIONS: Dict[torch.device, torch.Tensor] = {}
 
 
 class ExpertRows(NamedTuple):
@@ -30,7 +34,7 @@ def triton_producer(experts: torch.nn.Module) -> Producer:
 
     The runner's ``no_combine`` mode writes one row per (token, k) in token order, without router weight,
     scaling factor or sum; so ``P = T * K`` and the index is the identity, negative where routing names no
-    local expert.
+    local expert. That it may do only where other ranks hold further experts (else the runner would not look out for it).
     """
     from sglang.srt.layers.moe.moe_runner import MoeRunner
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
@@ -38,13 +42,14 @@ def triton_producer(experts: torch.nn.Module) -> Producer:
     config = experts.moe_runner_config
     runner = MoeRunner(MoeRunnerBackend.TRITON, replace(config, no_combine=True, inplace=False))
     scale = 1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor)
+    all_are_local = config.num_experts is not None and config.num_experts == config.num_local_experts
 
     def produce(hidden_states, topk_output, pre_quant_input=None) -> DeferredMoeOutput:
         dispatched = dispatch(experts, hidden_states, topk_output, pre_quant_input)
         quant_info = experts.quant_method.get_triton_quant_info(experts)
         rows = runner.run(dispatched, quant_info).hidden_states
         topk_ids = dispatched.topk_output.topk_ids
-        identity = ExpertRows(rows.flatten(0, 1), identity_index(topk_ids))
+        identity = ExpertRows(rows.flatten(0, 1), identity_index(topk_ids, all_are_local))
         return bundle_of(identity, dispatched.topk_output.topk_weights, hidden_states.shape, scale)
 
     return produce
@@ -88,10 +93,28 @@ def expected_weight_dtype(experts: torch.nn.Module, device: str) -> torch.dtype:
     return next((row.weight_dtype for row in TABLE if row.key == key), torch.float32)
 
 
-def identity_index(topk_ids: torch.Tensor) -> torch.Tensor:
-    """``[T, K]`` int32: each (token, k)'s own position, negative where ``topk_ids`` is negative."""
-    own = torch.arange(topk_ids.numel(), dtype=torch.int32, device=topk_ids.device)
-    return torch.where(topk_ids < 0, -1, own.view(topk_ids.shape))
+def identity_index(topk_ids: torch.Tensor, all_are_local: bool = False) -> torch.Tensor:
+    """``[T, K]`` int32, not to be written to: each (token, k)'s own position, negative where ``topk_ids`` is negative.
+
+    ``all_are_local``: no id is negative, so that nothing need be launched.
+    """
+    own = positions(topk_ids.numel(), topk_ids.device).view(topk_ids.shape)
+    return own if all_are_local else torch.where(topk_ids < 0, -1, own)
+
+
+def positions(count: int, device: torch.device) -> torch.Tensor:
+    """``[count]`` int32: 0, 1, 2, …; of memory that is kept for good, since captured graphs go on reading it.
+
+    Memory made while a graph is captured holds its numbers only once that graph has run, so that is not kept.
+    """
+    if count > KEPT_POSITIONS:
+        return torch.arange(count, dtype=torch.int32, device=device)
+    kept = _POSITIONS.get(device)
+    if kept is None:
+        kept = torch.arange(KEPT_POSITIONS, dtype=torch.int32, device=device)
+        if not is_capturing():
+            _POSITIONS[device] = kept
+    return kept[:count]
 
 
 def run_experts_in_order(
