@@ -54,7 +54,6 @@ PHASES = ("checkpoint", "tokens", "speed", "reference", "report")
 WAYS = ("separate", "flashinfer", "fused", "eager")
 ARMS = ("off", *WAYS, "auto")
 DEFAULT_ARMS = ("off", "separate", "flashinfer", "fused", "auto")
-CANDIDATES = 16
 SERVER_INFO = ("flashinfer_allreduce_fusion_backend", "attention_backend", "moe_runner_backend", "disable_cuda_graph", "tp_size")
 # Enough layers that a decode step is the GPUs' time and not the scheduler's; weights as wide as DeepSeek's own initializer.
 SHAPE = Shape(hidden=7168, layers=40, experts=64, topk=8, expert_width=256, spread=0.02)
@@ -205,7 +204,8 @@ class Run:
         elif self.answers_folder.exists() and measures:
             shutil.rmtree(self.answers_folder)
         self.results["commands"].append(shlex.join(["python", *sys.argv]))
-        self.results["versions"] = versions()
+        if measures or "versions" not in self.results:
+            self.results["versions"] = versions()
         self.results["model"] = ", ".join(f"{name} {value}" for name, value in asdict(shape_of(args)).items())
         self.failed: Dict[str, str] = self.results.setdefault("failed", {})
         self.slowest_start = self.slowest_round = 0.0
@@ -337,10 +337,9 @@ class Run:
         asked = prompts(self.args.prompts)
         for size in self.args.groups:
             self.time_for(f"{arm}'s tokens", 30 if self.args.device == "cuda" else 0)
-            candidates = CANDIDATES if arm == "stock" else 0
             said = [one for start in range(0, len(asked), size)
-                    for one in server.generate_batch(asked[start:start + size], self.args.new_tokens, candidates)]
-            found[str(size)] = [{name: value for name, value in asdict(one).items() if value} for one in said]
+                    for one in server.generate_batch(asked[start:start + size], self.args.new_tokens)]
+            found[str(size)] = [asdict(one) for one in said]
         self.write_answers(arm, found)
         print(f"{arm}: {self.args.prompts} prompts answered, {', '.join(found)} at a time", flush=True)
 

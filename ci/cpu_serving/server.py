@@ -77,11 +77,10 @@ class Configuration:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What the server said for one prompt: greedy tokens, their logprobs, unrounded, and each position's best candidates if asked for."""
+    """What the server said for one prompt: greedy tokens and their logprobs, unrounded."""
 
     tokens: list[int]
     logprobs: list[float]
-    candidates: list[dict[int, float]] = dataclasses.field(default_factory=list)
 
 
 class Server:
@@ -95,9 +94,9 @@ class Server:
         """Continue one prompt of token ids greedily."""
         return _generation(self._generate(list(prompt), new_tokens))
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int, candidates: int = 0) -> list[Generation]:
+    def generate_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Generation]:
         """Continue several prompts that reach the scheduler as one message, so that they are batched the same way."""
-        replies = self._generate([list(prompt) for prompt in prompts], new_tokens, candidates=candidates)
+        replies = self._generate([list(prompt) for prompt in prompts], new_tokens)
         return [_generation(reply) for reply in replies]
 
     def seconds_for(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
@@ -139,10 +138,8 @@ class Server:
         except OSError:
             return False
 
-    def _generate(self, input_ids, new_tokens: int, hidden_states: bool = False, candidates: int = 0):
+    def _generate(self, input_ids, new_tokens: int, hidden_states: bool = False):
         body = {"input_ids": input_ids, "sampling_params": _greedy(new_tokens), "return_logprob": True}
-        if candidates:
-            body["top_logprobs_num"] = candidates
         if hidden_states:
             body["return_hidden_states"] = True
         return self._ask("generate", body)
@@ -299,8 +296,7 @@ def _greedy(new_tokens: int) -> dict:
 
 def _generation(reply: dict) -> Generation:
     meta = reply["meta_info"]
-    candidates = [{token: logprob for logprob, token, *_ in best} for best in meta.get("output_top_logprobs") or ()]
-    return Generation(reply["output_ids"], [logprob for logprob, *_ in meta["output_token_logprobs"]], candidates)
+    return Generation(reply["output_ids"], [logprob for logprob, *_ in meta["output_token_logprobs"]])
 
 
 def _fetch_json(url: str, body: dict | None = None):

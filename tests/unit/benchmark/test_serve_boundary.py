@@ -110,7 +110,7 @@ def test_a_call_keeps_what_is_there(module, arguments):
 
 def test_a_report_alone_reads_what_there_is(module, arguments):
     run = module.Run(arguments("--phases", "tokens", "--groups", "2"))
-    run.write_answers("stock", {"2": [{"tokens": [1], "logprobs": [-1.0], "candidates": [{"1": -1.0}]}]})
+    run.write_answers("stock", {"2": [{"tokens": [1], "logprobs": [-1.0]}]})
     run.save()
     later = module.Run(arguments("--phases", "report"))
     later.report()
