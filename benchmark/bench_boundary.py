@@ -2,7 +2,7 @@
 
     python benchmark/bench_boundary.py --peer DIR --json benchmark/results/boundary_h200.json
 
-One process per GPU. ``DIR`` holds SGLang 0.5.23's ``sglang`` package, the best public peer (leave it out to do without);
+One process per GPU and hidden size (SGLang's kernel takes one plane a process). ``DIR`` holds SGLang 0.5.23's ``sglang`` package, the best public peer (leave it out to do without);
 FlashInfer is taken from the environment. Their kernels are compiled at first use, which needs nvcc.
 
 The ways:
@@ -42,6 +42,7 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -95,7 +96,15 @@ class Inputs(NamedTuple):
 def main() -> None:
     args = parse_arguments()
     world_size = torch.cuda.device_count()
-    torch.multiprocessing.spawn(run_rank, args=(world_size, args), nprocs=world_size)
+    with tempfile.TemporaryDirectory() as scratch:
+        args.json = args.json or Path(scratch) / "boundary.json"
+        for hidden in args.hidden:
+            torch.multiprocessing.spawn(run_rank, args=(world_size, args, hidden), nprocs=world_size)
+            args.resume = True
+    report = json.loads(args.json.read_text())
+    print(render(report))
+    if args.policy:
+        args.policy.write_text(policy_table(report, str(args.json)).to_json())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -115,7 +124,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_rank(rank: int, world_size: int, args: argparse.Namespace) -> None:
+def run_rank(rank: int, world_size: int, args: argparse.Namespace, hidden: int) -> None:
+    """Measure all points of one hidden size and add them to the JSON."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29517")
@@ -128,13 +138,10 @@ def run_rank(rank: int, world_size: int, args: argparse.Namespace) -> None:
     report["link_gb_per_s"], report["copy_gb_per_s"] = link_bandwidth(), copy_bandwidth(gibibytes=1)
     report.update(earlier_results(args))
     done = {(point["hidden"], point["top_k"], point["tokens"]) for point in report["points"]}
-    cases = [Case(h, k, t) for h in args.hidden for k in args.top_k for t in args.tokens if (h, k, t) not in done]
-    ways = None
+    cases = [Case(hidden, k, t) for k in args.top_k for t in args.tokens if (hidden, k, t) not in done]
+    ways = Ways(host_group, hidden, max(args.tokens), args.peer is not None)
+    empty_us = ways.empty_exchange_us(args.rounds)
     for case in cases:
-        if ways is None or ways.plane.config.hidden != case.hidden:
-            ways and ways.close()
-            ways = Ways(host_group, case.hidden, max(args.tokens), args.peer is not None)
-            empty_us = ways.empty_exchange_us(args.rounds)
         point = measure(case, ways, args, report)
         point["empty_us"] = empty_us
         point["bound_us"] = bound_us(case, world_size, empty_us, report)
@@ -145,9 +152,6 @@ def run_rank(rank: int, world_size: int, args: argparse.Namespace) -> None:
     if rank == 0:
         report["summary"] = summarize(report["points"])
         save(report, args)
-        print(render(report))
-        if args.policy:
-            args.policy.write_text(policy_table(report, str(args.json or args.policy)).to_json())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -174,11 +178,10 @@ def watched(case: Case, way: str, report: dict, args: argparse.Namespace, second
 
 
 def save(report: dict, args: argparse.Namespace) -> None:
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-        if "summary" in report:
-            args.json.with_suffix(".md").write_text(render(report))
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if "summary" in report:
+        args.json.with_suffix(".md").write_text(render(report))
 
 
 def describe(args: argparse.Namespace, world_size: int) -> dict:
@@ -262,11 +265,6 @@ class Ways:
             dtype=torch.bfloat16, group=dist.group.WORLD,
         )
         self.peer = load_peer(host_group) if with_peer else None
-
-    def close(self) -> None:
-        torch.cuda.synchronize()
-        dist.barrier()
-        self.plane.close()
 
     def of(self, inputs: Inputs) -> Dict[str, Callable[[], Boundary]]:
         ways = {
