@@ -2,8 +2,8 @@
 
     python benchmark/bench_boundary.py --peer DIR --json benchmark/results/boundary_h200.json
 
-One process per GPU and hidden size (SGLang's kernel takes one plane a process). ``DIR`` holds SGLang 0.5.23's ``sglang`` package, the best public peer (leave it out to do without);
-FlashInfer is taken from the environment. Their kernels are compiled at first use, which needs nvcc.
+One process per GPU and hidden size (SGLang's kernel takes one plane a process). ``DIR`` holds SGLang 0.5.23's ``sglang``
+package, the best public peer (leave it out to do without); FlashInfer is taken from the environment. Their kernels are compiled at first use, which needs nvcc.
 
 The ways:
 
@@ -96,15 +96,16 @@ class Inputs(NamedTuple):
 def main() -> None:
     args = parse_arguments()
     world_size = torch.cuda.device_count()
+    source = str(args.json or args.policy)
     with tempfile.TemporaryDirectory() as scratch:
         args.json = args.json or Path(scratch) / "boundary.json"
         for hidden in args.hidden:
             torch.multiprocessing.spawn(run_rank, args=(world_size, args, hidden), nprocs=world_size)
             args.resume = True
-    report = json.loads(args.json.read_text())
+        report = json.loads(args.json.read_text())
     print(render(report))
     if args.policy:
-        args.policy.write_text(policy_table(report, str(args.json)).to_json())
+        args.policy.write_text(policy_table(report, source).to_json())
 
 
 def parse_arguments() -> argparse.Namespace:
