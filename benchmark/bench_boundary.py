@@ -3,7 +3,8 @@
     python benchmark/bench_boundary.py --peer DIR --json benchmark/results/boundary_h200.json
 
 One process per GPU and hidden size (SGLang's kernel takes one plane a process). ``DIR`` holds SGLang 0.5.23's ``sglang``
-package, the best public peer (leave it out to do without); FlashInfer is taken from the environment. Their kernels are compiled at first use, which needs nvcc.
+package, the best public peer (leave it out to do without); FlashInfer is taken from the environment. Their kernels are
+compiled at first use, which needs nvcc.
 
 The ways:
 
@@ -140,8 +141,9 @@ def run_rank(rank: int, world_size: int, args: argparse.Namespace, hidden: int) 
     report.update(earlier_results(args))
     done = {(point["hidden"], point["top_k"], point["tokens"]) for point in report["points"]}
     cases = [Case(hidden, k, t) for k in args.top_k for t in args.tokens if (hidden, k, t) not in done]
-    ways = Ways(host_group, hidden, max(args.tokens), args.peer is not None)
-    empty_us = ways.empty_exchange_us(args.rounds)
+    if cases:
+        ways = Ways(host_group, hidden, max(args.tokens), args.peer is not None)
+        empty_us = ways.empty_exchange_us(args.rounds)
     for case in cases:
         point = measure(case, ways, args, report)
         point["empty_us"] = empty_us
