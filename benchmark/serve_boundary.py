@@ -161,10 +161,6 @@ def configuration_of(arm: str, args: argparse.Namespace) -> Configuration:
     return OnGpus(tree, args.model.resolve(), args.tp, flags_of(arm, args), options)
 
 
-def log_of(arm: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"serve-boundary-{arm}.log"
-
-
 def named_ways(args: argparse.Namespace) -> set[str]:
     """The ways auto's table names for the batch sizes that are served, whatever the GPU."""
     entries = Table.read(str(args.policy) if args.policy else None).entries
@@ -308,8 +304,9 @@ class Run:
     def start_one(self, arm: str, stack: ExitStack) -> Tuple[Server, float]:
         """One arm's server and the seconds it took; nothing of the results is touched, several threads are in here."""
         started = time.monotonic()
+        log = Path(tempfile.gettempdir()) / f"serve-boundary-{arm}.log"
         limit = min(self.args.start_limit, self.end - started)
-        server = stack.enter_context(serve(configuration_of(arm, self.args), log_of(arm), start_limit=limit))
+        server = stack.enter_context(serve(configuration_of(arm, self.args), log, start_limit=limit))
         return server, time.monotonic() - started
 
     def note_server(self, arm: str, server: Server, took: float) -> None:
@@ -317,7 +314,7 @@ class Run:
         info = server.server_info()
         self.results["servers"][arm] = {"start_seconds": took, "counters": server.moe_finalize(), "flags": flags_of(arm, self.args),
                                         "info": {name: info.get(name) for name in SERVER_INFO},
-                                        "fuses": STOCK_FUSES in Path(server.log).read_text(errors="replace")}
+                                        "fuses": STOCK_FUSES in server.log.read_text(errors="replace")}
         self.save()
         print(f"{arm}: up after {took:.0f} s, ways {ways_counted(server.moe_finalize())}", flush=True)
 

@@ -1,6 +1,7 @@
 """How the arms of the boundary's server run differ, what a call keeps of an earlier one, and how a rate is taken."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -144,7 +145,7 @@ def test_arms_that_are_up_together_share_stocks_turns(module, arguments):
 
 
 class Counted(Clockwork):
-    log = "/dev/null"
+    log = Path("/dev/null")
 
     def __init__(self, counters):
         self.counters = counters
