@@ -48,6 +48,7 @@ from cpu_serving.checkpoint import VOCABULARY, Shape, make_checkpoint  # noqa: E
 from cpu_serving.server import Configuration, Server, ServerFailed, serve  # noqa: E402
 from gpu_server import GpuConfiguration, versions  # noqa: E402
 from sglang_overlay.srt.environ import ENABLE, FUSION, MAX_TOKENS, POLICY  # noqa: E402
+from sglang_overlay.srt.layers.moe.boundary.model import FLASHINFER_MAX_TOKENS  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.policy import Table  # noqa: E402
 
 PHASES = ("checkpoint", "tokens", "speed", "reference", "report")
@@ -146,7 +147,8 @@ def flags_of(arm: str, args: argparse.Namespace) -> Dict[str, str]:
     """An arm's environment."""
     if arm in ("stock", "off"):
         return {ENABLE.name: "0"}
-    flags = {MAX_TOKENS.name: str(args.max_tokens)}
+    most = min(args.max_tokens, FLASHINFER_MAX_TOKENS) if arm == "flashinfer" else args.max_tokens
+    flags = {MAX_TOKENS.name: str(most)}
     if arm == "auto":
         return {**flags, **({POLICY.name: str(args.policy.resolve())} if args.policy else {})}
     return {**flags, ENABLE.name: "1", FUSION.name: arm}

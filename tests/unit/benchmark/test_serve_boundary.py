@@ -38,6 +38,7 @@ def test_arms_differ_in_their_flags(module, arguments, policy):
     enable, fusion = module.ENABLE.name, module.FUSION.name
     assert module.flags_of("stock", args) == module.flags_of("off", args) == {enable: "0"}
     assert module.flags_of("fused", args) == {enable: "1", fusion: "fused", "SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS": "256"}
+    assert module.flags_of("flashinfer", args)["SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS"] == "64"
     auto = module.flags_of("auto", args)
     assert auto["SGLANG_MOE_FINALIZE_POLICY"] == str(policy) and enable not in auto and fusion not in auto
 

@@ -36,8 +36,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 # As in flashinfer.comm.trtllm_ar: the largest 32-bit size, in whole 2 MiB.
 MAX_COMM_SIZE = 2147483647 & ~((1 << 21) - 1)
 MAX_BLOCKS, MAX_WARPS = 8, 32
-# On two H200s it hung with top_k 6 from 128 tokens on (benchmark/results/boundary_h200.md), and never with top_k 8.
-SAFE_TOP_K, SAFE_TOKENS = 8, 64
 
 # The op takes no objects, so it names its workspace by number.
 _WORKSPACES: Dict[int, "Workspace"] = {}
@@ -125,11 +123,6 @@ def bundle_unmet(output: DeferredMoeOutput, residual: torch.Tensor, gamma: torch
         return f"gemm2's rows must be adjacent, their stride is {gemm2_out.stride()} for H = {output.hidden}"
     if gemm2_out.numel() >= 1 << 31:
         return f"gemm2 must have less than 2**31 elements, it has {gemm2_out.numel()}"
-    if output.top_k != SAFE_TOP_K and output.num_tokens > SAFE_TOKENS:
-        return (
-            f"FlashInfer's kernel was seen to hang with another top_k than {SAFE_TOP_K} beyond {SAFE_TOKENS} tokens, "
-            f"got top_k {output.top_k} and {output.num_tokens} tokens"
-        )
     return rows_unmet(output, residual, gamma)
 
 

@@ -23,8 +23,8 @@ from .policy import Policy, PolicyError, Table
 # Rows of a plane, at most. Every rank has room for the rows of all ranks, twice: at 8 ranks and a hidden size of 8192
 # this is 151 MB. A boundary of more tokens is bound by bandwidth, where one kernel gains little over two.
 FUSED_MAX_TOKENS = 512
-# As many as SGLang's own workspace holds.
-FLASHINFER_MAX_TOKENS = 2048
+# On two H200s FlashInfer's kernel hung from 128 tokens on, now and then (benchmark/results/boundary_h200*.md), and never below.
+FLASHINFER_MAX_TOKENS = 64
 
 
 class Facts(NamedTuple):
