@@ -1,10 +1,11 @@
 """FlashInfer's interleaving of packed 4-bit weights for Hopper's mixed GEMMs, in torch: for hosts where its CUTLASS module is not compiled.
 
 Preparing weights takes one function of that module, which takes minutes to compile. The layout was read off that function's results, as far as the
-mega kernel's shapes need it; the benchmark's exact checks would show a code that is out of place.
+mega kernel's shapes need it; the benchmark's exact checks would show a code that is out of place. With ``pytest -p mxfp4_interleave``
+(this folder on PYTHONPATH) it is so for a whole test run.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -43,3 +44,9 @@ def interleaving_in_torch():
         yield
     finally:
         core.get_cutlass_fused_moe_module = stock
+
+
+def pytest_configure(config) -> None:
+    stack = ExitStack()
+    stack.enter_context(interleaving_in_torch())
+    config.add_cleanup(stack.close)

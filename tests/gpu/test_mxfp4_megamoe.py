@@ -1,6 +1,7 @@
 """MXFP4 experts of SGLang 0.5.23's own layers in FlashInfer's mega kernel: loaded as a checkpoint's are, eagerly and in captured CUDA graphs.
 
-Needs a Hopper GPU, and a patched 0.5.23 and FlashInfer 0.7.4 on the path: ``PYTHONPATH=TREE pytest -m gpu tests/gpu/test_mxfp4_megamoe.py``.
+Needs a Hopper GPU, and a patched 0.5.23 and FlashInfer 0.7.4 on the path: ``PYTHONPATH=TREE pytest -m gpu tests/gpu/test_mxfp4_megamoe.py``; with
+``PYTHONPATH=TREE:benchmark`` and ``-p mxfp4_interleave`` nothing of FlashInfer's CUTLASS module is compiled for it.
 """
 
 import megamoe_worker
