@@ -61,7 +61,7 @@ import torch.multiprocessing  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from policy_from_results import policy_table  # noqa: E402
-from gpu import copy_bandwidth, driver_version, elapsed_us, relative_error, time_limit  # noqa: E402
+from gpu import copy_bandwidth, driver_version, elapsed_us, gpus_or_exit, relative_error, time_limit  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
@@ -96,7 +96,7 @@ class Inputs(NamedTuple):
 
 def main() -> None:
     args = parse_arguments()
-    world_size = torch.cuda.device_count()
+    world_size = gpus_or_exit(2)
     source = str(args.json or args.policy)
     with tempfile.TemporaryDirectory() as scratch:
         args.json = args.json or Path(scratch) / "boundary.json"

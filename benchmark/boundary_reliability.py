@@ -27,7 +27,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu import driver_version, relative_error  # noqa: E402
+from gpu import driver_version, gpus_or_exit, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config, load  # noqa: E402
@@ -258,7 +258,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank is not None:
         return run_rank(args.rank, args.port, args.only[0])
-    load(Config(torch.cuda.device_count(), HIDDEN, TOP_K, torch.bfloat16, torch.float32))
+    load(Config(gpus_or_exit(2), HIDDEN, TOP_K, torch.bfloat16, torch.float32))
     report = describe()
     for name in args.only or [*SCENARIOS, "two groups"]:
         report["scenarios"][name] = two_groups() if name == "two groups" else run_scenario(name)

@@ -30,6 +30,14 @@ def time_limit(seconds: float, before_the_end: Callable[[], object]) -> Iterator
         timer.cancel()
 
 
+def gpus_or_exit(least: int) -> int:
+    """How many GPUs there are; ends the program where there are fewer than it needs."""
+    found = torch.cuda.device_count()
+    if found < least:
+        raise SystemExit(f"needs {least} GPUs, found {found}")
+    return found
+
+
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """``||result - exact|| / ||exact||``; ``exact`` is float64."""
     return ((result.double() - exact).norm() / exact.norm()).item()

@@ -7,16 +7,17 @@ If the overlay, put on them, gives exactly the tree that is there, a receipt can
 from __future__ import annotations
 
 import itertools
-from typing import Iterable, Iterator, Optional
+from dataclasses import replace
+from typing import Iterable, Iterator, List, Optional
 
 from . import __version__
-from .bases import Base, Manifest, read_head
+from .bases import Base, Manifest, digest_lf, read_head
 from .errors import OverlayError
 from .fs import read_file, sha256
 from .patches import features_of, load_patches
 from .plan import Plan, make_plan
 from .project import Project
-from .state import BYTECODE, PATCHED, Receipt
+from .state import BYTECODE, PATCHED, FileChange, Receipt
 from .target import REGISTERED, Target
 
 _MOST_FEATURES = 6  # all subsets of them are tried
@@ -34,8 +35,9 @@ def recognise(target: Target, project: Project, manifest: Manifest) -> Optional[
                     plan = make_plan(target, project, patches, features, originals)
                 except OverlayError:
                     continue
-                if _is_there(plan, target):
-                    return _receipt(plan, target, base, kind, features), plan.contents
+                files = _as_found(plan, target)
+                if files:
+                    return _receipt(plan, target, base, kind, features, files), plan.contents
     return None
 
 
@@ -77,19 +79,26 @@ def _subsets(features: list) -> Iterable:
     return (list(chosen) for size in sizes for chosen in itertools.combinations(features, size))
 
 
-def _is_there(plan: Plan, target: Target) -> bool:
-    """Tell whether the tree holds exactly the files that a plan makes."""
+def _as_found(plan: Plan, target: Target) -> Optional[List[FileChange]]:
+    """Return the files that a plan makes as the tree holds them, or None if it holds others.
+
+    New ones may have the line ends that git gives a text file in this checkout.
+    """
     if not any(file.kind == PATCHED for file in plan.files):
-        return False
+        return None
+    found = []
     for file in plan.files:
+        if file.kind == BYTECODE:
+            continue
         now = read_file(target.root / file.path)
-        if file.kind != BYTECODE and (now is None or sha256(now[0]) != file.after.sha256):
-            return False
-    return True
+        known = digest_lf if file.before is None else sha256
+        if now is None or file.after is None or known(now[0]) != file.after.sha256:
+            return None
+        found.append(replace(file, after=replace(file.after, sha256=sha256(now[0]))))
+    return found
 
 
-def _receipt(plan: Plan, target: Target, base: Base, kind: str, features: list) -> Receipt:
-    files = [file for file in plan.files if file.kind != BYTECODE]
+def _receipt(plan: Plan, target: Target, base: Base, kind: str, features: list, files: List[FileChange]) -> Receipt:
     made = {
         parent.as_posix()
         for file in files

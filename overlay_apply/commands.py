@@ -414,6 +414,12 @@ def _features(chosen: list, patches: list) -> dict:
     return {"in": chosen, "out": [name for name in known if name not in chosen]}
 
 
+def _same_apply(receipt: Receipt) -> str:
+    """Return the command that puts in what a receipt has, and no more."""
+    chosen = receipt.features if _features(receipt.features, receipt.patches)["out"] else []
+    return " ".join(["apply", *(f"--feature {name}" for name in chosen)])
+
+
 def _notes(situation: Situation, state: str) -> list:
     """Say what to do next, where it is not plain."""
     if state == PARTLY:
@@ -422,7 +428,8 @@ def _notes(situation: Situation, state: str) -> list:
     if version:
         return [f"SGLang was replaced by {version} since the overlay was put in: {way_on(version)}"]
     if state == MODIFIED and not situation.edited():
-        return ["the files named hold nothing of anybody's: `apply` puts the overlay in again, `revert` takes the rest of it out"]
+        again = _same_apply(situation.receipt)
+        return [f"the files named hold nothing of anybody's: `{again}` puts the overlay in again, `revert` takes the rest of it out"]
     if state == APPLIED and situation.receipt.evidence["kind"] == "--try-base":
         return [f"put in by --try-base {situation.receipt.base}, on another SGLang: `check` names what the overlay asks of it and it has not"]
     if state == NO_RECEIPT:

@@ -176,7 +176,7 @@ class Situation:
     def way_back(self) -> str:
         """Say how a partly applied tree is put right."""
         if self.journal:
-            return "run `apply.py revert`, or `apply.py apply` again"
+            return "run `apply.py revert`, or `apply.py apply` again, with the same --feature if it had some"
         if not self.target.overlay.exists():
             return (
                 f"take the imports of {OVERLAY_NAME}, and the calls of what they bring, out of {', '.join(self.callers)}; "

@@ -123,7 +123,8 @@ def _meanings(needs: FeatureNeeds, flag: dict, kind: str) -> Any:
 
 def _value(flag: dict) -> str:
     """Return what a flag means: what it is set to, as the overlay reads it, else its default."""
-    return (flag["set_to"] or "").strip().lower() or str(flag["default"])
+    value = (flag["set_to"] or "").strip().lower() or str(flag["default"])
+    return str(int(value)) if value.isdecimal() else value
 
 
 def packages(manifest: Manifest, base: Optional[Base], environment: Environment) -> List[dict]:

@@ -4,5 +4,3 @@ Inside a patched tree this package is ``sglang.sglang_overlay``; its paths mirro
 Importing it needs neither CUDA nor FlashInfer nor sgl-kernel: everything of SGLang's is imported
 where it is used.
 """
-
-__version__ = "0.1.0"

@@ -17,7 +17,8 @@ from sglang_overlay.srt.managers import scheduler as seam
 from sglang_overlay.srt.managers import start
 from sglang_overlay.srt.observability.metrics_collector import MoeFinalizeMetrics
 
-NAMES = {"enable": ENABLE, "ue8m0": TRITON_UE8M0, "max_tokens": environ.MAX_TOKENS, "megamoe": environ.MXFP4_MEGAMOE}
+NAMES = {"enable": ENABLE, "ue8m0": TRITON_UE8M0, "max_tokens": environ.MAX_TOKENS, "megamoe": environ.MXFP4_MEGAMOE,
+         "fusion": environ.FUSION}
 
 
 class Layer(torch.nn.Module):
@@ -68,6 +69,7 @@ BOUNDARY = types.SimpleNamespace(ranges=lambda max_tokens: f"eager up to {max_to
         ({"enable": "1", "max_tokens": "0"}, [Layer()], f"not active: {ENABLE.name}=1, SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS=0"),
         ({"enable": "1"}, [], start.NO_MOE),
         ({}, [Layer()], f"not active: {start.OFF_UNDER_AUTO}"),
+        ({"fusion": "fused"}, [Layer()], f"not active: {start.OFF_UNDER_AUTO}; SGLANG_MOE_FINALIZE_FUSION=fused alone does not make it defer"),
         (
             {"enable": "1"},
             [Layer(boundary=BOUNDARY), Layer(boundary=BOUNDARY), Layer(), Layer("too wide")],
@@ -256,6 +258,12 @@ def test_the_schedulers_seam(monkeypatch, logged, metrics_on):
     seam.tell_start(scheduler_of(metrics_on, "this model"))
     assert logged == ["MoE overlay, one: active in this model"]
     assert (counters.exporter is not None) == metrics_on
+
+
+def test_a_refused_flag_stops_a_server_whose_model_has_no_moe(flags):
+    flags(fusion="turbo")
+    with pytest.raises(environ.FlagError, match="SGLANG_MOE_FINALIZE_FUSION"):
+        seam.tell_start(scheduler_of(False, "this model"))
 
 
 def test_no_server_stops_over_its_start_lines(caplog):

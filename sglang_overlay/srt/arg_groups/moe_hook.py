@@ -53,7 +53,7 @@ def check_platform() -> None:
     from sglang.srt.utils.common import get_device_sm
 
     if not get_platform().is_sm90:
-        refuse(f"the kernel is for SM90 (Hopper), this GPU is SM{get_device_sm() or ' unknown'}", "Unset the flag: SM100 needs none")
+        refuse(f"the kernel is for SM90 (Hopper), this GPU is SM{get_device_sm() or ' unknown'}", "On SM100 unset the flag, on others choose another --moe-a2a-backend")
 
 
 def check_model(model: Any, ranks: int) -> None:

@@ -20,8 +20,12 @@ def with_moe_finalize(internal_state: Dict[str, Any]) -> Dict[str, Any]:
 def tell_start(scheduler: Any) -> None:
     """Once a scheduler has its model: say how each feature stands, and count on SGLang's ``/metrics`` where those are on.
 
-    A server does not stop over either.
+    A server does not stop over either, but does over its flags: with no MoE layer in its model nothing has read them yet.
+
+    Raises:
+        FlagError: a flag holds a value it does not take.
     """
+    settings()
     for step in (_tell_features, _export_counters):
         try:
             step(scheduler)

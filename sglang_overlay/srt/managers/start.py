@@ -9,7 +9,7 @@ from typing import Any, Callable, Tuple
 
 import torch
 
-from ..environ import ENABLE, MAX_TOKENS, MXFP4_MEGAMOE, TRITON_UE8M0, misspelt_notes, settings
+from ..environ import ENABLE, FUSION, MAX_TOKENS, MXFP4_MEGAMOE, TRITON_UE8M0, misspelt_notes, settings
 from ..layers.moe.deferral import OFF_UNDER_AUTO, row_or_reason
 from ..layers.quantization.fp8 import why_not_ue8m0
 from ..layers.quantization.mxfp4_megamoe import Mxfp4MegaMoEMethod
@@ -44,7 +44,8 @@ def deferred_finalize(model: torch.nn.Module) -> str:
     if not layers:
         return NO_MOE
     if flags.by_policy and not any("moe_boundary" in vars(layer) for layer in layers):
-        return f"not active: {OFF_UNDER_AUTO}"
+        alone = "" if flags.fusion == "auto" else f"; {FUSION.name}={flags.fusion} alone does not make it defer"
+        return f"not active: {OFF_UNDER_AUTO}{alone}"
     reasons = Counter(row_or_reason(layer)[1] for layer in layers)
     return _in_words(reasons, f"{ENABLE.name}={flags.enable}, up to {flags.max_tokens} tokens", _taken(layers))
 

@@ -102,6 +102,18 @@ def test_a_tree_patched_by_git_apply_is_known_and_reverted(run, diff_of, checkou
     assert snapshot(checkout) == before
 
 
+def test_new_files_may_have_the_line_ends_git_gives_them(run, diff_of, checkout):
+    """core.autocrlf with `* text=auto`: what git writes of the diff has CRLF."""
+    commit_all(checkout)
+    before = snapshot(checkout)
+    git_apply(checkout, diff_of(checkout))
+    for path in (checkout / "python/sglang/sglang_overlay").rglob("*.py"):
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert run("status", "--json", checkout).data["state"] == "applied (no receipt)"
+    assert run("revert", checkout).code == 0
+    assert snapshot(checkout) == before
+
+
 def test_apply_writes_the_missing_receipt(run, diff_of, checkout):
     commit_all(checkout)
     before = snapshot(checkout)

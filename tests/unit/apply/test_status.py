@@ -136,6 +136,12 @@ def test_any_refused_flag_refuses_every_feature(ready, run, project, monkeypatch
     assert [standing(run("status", ready, "--json"), name)["state"] for name in ("alpha", "beta")] == ["refused"] * 2
 
 
+def test_a_number_is_off_however_it_is_written(ready, run, monkeypatch):
+    assert run("apply", ready).code == 0
+    monkeypatch.setenv("SGLANG_OVERLAY_TEST_FLAG", "00")
+    assert standing(run("status", ready, "--json"), "alpha")["state"] == "off"
+
+
 def test_parts_need_what_the_feature_needs(ready, run, project):
     set_features(project, {"alpha": {"packages": {"torch": ">=3"}, "parts": {"any": {}}}})
     assert run("apply", ready).code == 0
@@ -184,6 +190,12 @@ def test_a_feature_left_out(ready, run):
     assert run("apply", ready, "--feature", "beta").code == 0
     answer = run("status", ready, "--json")
     assert [standing(answer, name)["state"] for name in ("alpha", "beta")] == ["not in", "lacks"]
+
+
+def test_a_tree_that_lost_a_part_is_told_how_to_get_back_what_it_had(ready, run):
+    assert run("apply", ready, "--feature", "beta").code == 0
+    (ready / "sglang/sglang_overlay/srt/net.py").unlink()
+    assert "`apply --feature beta` puts the overlay in again" in run("status", ready, "--json").data["notes"][0]
 
 
 @pytest.mark.parametrize("lost", ["sglang_overlay/srt/net.py", "srt/models/net.py"])
