@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Iterable, Iterator, List, Optional
+from typing import Iterable, Iterator, Optional
 
 from . import __version__
 from .bases import Base, Manifest, digest_lf, read_head
@@ -17,7 +17,7 @@ from .fs import read_file, sha256
 from .patches import features_of, load_patches
 from .plan import Plan, make_plan
 from .project import Project
-from .state import BYTECODE, PATCHED, FileChange, Receipt
+from .state import BYTECODE, PATCHED, Receipt
 from .target import REGISTERED, Target
 
 _MOST_FEATURES = 6  # all subsets of them are tried
@@ -35,9 +35,9 @@ def recognise(target: Target, project: Project, manifest: Manifest) -> Optional[
                     plan = make_plan(target, project, patches, features, originals)
                 except OverlayError:
                     continue
-                files = _as_found(plan, target)
-                if files:
-                    return _receipt(plan, target, base, kind, features, files), plan.contents
+                found = _as_found(plan, target)
+                if found:
+                    return _receipt(found, target, base, kind, features), plan.contents
     return None
 
 
@@ -79,8 +79,8 @@ def _subsets(features: list) -> Iterable:
     return (list(chosen) for size in sizes for chosen in itertools.combinations(features, size))
 
 
-def _as_found(plan: Plan, target: Target) -> Optional[List[FileChange]]:
-    """Return the files that a plan makes as the tree holds them, or None if it holds others.
+def _as_found(plan: Plan, target: Target) -> Optional[Plan]:
+    """Return a plan with its files as the tree holds them, or None if it holds others.
 
     New ones may have the line ends that git gives a text file in this checkout.
     """
@@ -91,24 +91,24 @@ def _as_found(plan: Plan, target: Target) -> Optional[List[FileChange]]:
         if file.kind == BYTECODE:
             continue
         now = read_file(target.root / file.path)
-        known = digest_lf if file.before is None else sha256
-        if now is None or file.after is None or known(now[0]) != file.after.sha256:
+        digest = digest_lf if file.before is None else sha256
+        if now is None or digest(now[0]) != digest(plan.contents[file.after.sha256]):
             return None
         found.append(replace(file, after=replace(file.after, sha256=sha256(now[0]))))
-    return found
+    return replace(plan, files=found)
 
 
-def _receipt(plan: Plan, target: Target, base: Base, kind: str, features: list, files: List[FileChange]) -> Receipt:
+def _receipt(plan: Plan, target: Target, base: Base, kind: str, features: list) -> Receipt:
     made = {
         parent.as_posix()
-        for file in files
+        for file in plan.files
         if file.before is None
         for parent in (target.root / file.path).relative_to(target.root).parents
     }
     kept = {".", target.prefix, "test", REGISTERED, *(p.as_posix() for p in _above(target))}
     dirs = sorted(made - kept, key=lambda path: (path.count("/"), path))
     evidence = {"kind": kind, "found": base.name}
-    return Receipt(__version__, target.prefix, base.name, evidence, features, plan.patches, files, dirs)
+    return Receipt(__version__, target.prefix, base.name, evidence, features, plan.patches, plan.files, dirs)
 
 
 def _above(target: Target) -> Iterable:
