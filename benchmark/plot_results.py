@@ -180,7 +180,7 @@ def _finish(figure, axes, ticks: List[int], file: Path) -> None:
 
 
 COMMITTED = {
-    "boundary": "boundary_h200", "serve": "serve_boundary_h200", "finalize": "finalize_h200", "ue8m0": "ue8m0_h200", "mxfp4": "mxfp4_hopper_h200",
+    "boundary": "boundary_h200", "serve": "serve_boundary_h200", "finalize": "finalize_h200", "ue8m0": "ue8m0_h200", "mxfp4": "mxfp4_hopper_h200_v4_flash",
 }
 
 
