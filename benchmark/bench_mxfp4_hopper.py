@@ -3,11 +3,12 @@
     python benchmark/bench_mxfp4_hopper.py --json benchmark/results/mxfp4_hopper_h200.json --sglang DIR
     python benchmark/bench_mxfp4_hopper.py --json benchmark/results/mxfp4_hopper_h200.json --sglang DIR --resume    # until nothing is left
     python benchmark/bench_mxfp4_hopper.py --json benchmark/results/mxfp4_hopper_2xh200.json --ranks 2              # needs NVSHMEM
+    python benchmark/bench_mxfp4_hopper.py --json benchmark/results/mxfp4_hopper_NAME.json --ranks 2 --one-gpu      # what is exact, not how fast
 
 ``DIR`` holds an ``sglang`` package, of 0.5.23 or 0.5.20, which have the same ways; left out, or where a way cannot run, the results say so. A call ends by itself within
 ``--minutes``; each point is written when it is there, and ``--resume`` goes on with those that are not. A point that does not come back ends the run
 and is left out from then on. ``--interleave-in-torch`` does without FlashInfer's CUTLASS module when the mega kernel's weights are prepared (nvcc,
-minutes).
+minutes). ``--one-gpu`` has both ranks on the first GPU, whose time their kernels share: nothing is timed then.
 
 What is checked. ``exact``: on the grid of ``tests/oracles/mxfp4_moe.py`` the result must be that of float64, rounded as the kernel rounds, bit for bit:
 every code in sums of all columns, or one column a row and exponents over 11 steps; with and without a limit that clamps; some routes and one
@@ -69,6 +70,7 @@ EXACT_TOKENS = (1, 3, 64, 256, 1000)
 ERROR_TOKENS = (1, 128)
 TIMED_TOKENS = (1, 8, 32, 64, 128, 192, 1024, 2048)
 CAPACITIES = (64, 256, 1024, 2048, 4096)
+TIMED_KINDS = ("timed", "capacity")
 OWN = "mega kernel"
 # Seconds: what a point may take before it counts as hung, and what must be left for one to begin: where its layer is there, where the mega
 # kernel's has to be made, and where one of SGLang's has to (which may compile).
@@ -109,23 +111,30 @@ def parse_arguments(words: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the points that --json already holds")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing that may end later than this (default: 8)")
     parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="expert-parallel ranks, a GPU each (default: 1)")
+    parser.add_argument("--one-gpu", action="store_true", help="with --ranks 2: both on the first GPU, and nothing timed")
     parser.add_argument("--rounds", type=int, default=20, help="replays of each graph (default: 20)")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--interleave-in-torch", action="store_true", help="prepare weights without FlashInfer's CUTLASS module")
     parser.add_argument("--command", help=argparse.SUPPRESS, default=shlex.join(["python", *sys.argv]))
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.one_gpu and args.ranks == 1:
+        parser.error("--one-gpu is for --ranks 2: one rank has one GPU anyway")
+    return args
 
 
 def run_rank(rank: int, args: argparse.Namespace) -> None:
     started = time.monotonic()
-    torch.cuda.set_device(rank)
+    device = torch.device("cuda", 0 if args.one_gpu else rank)
+    torch.cuda.set_device(device)
     if args.ranks > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.ranks), LOCAL_RANK=str(rank))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.ranks), LOCAL_RANK=str(device.index))
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29519")
-        dist.init_process_group("nccl", rank=rank, world_size=args.ranks, device_id=torch.device("cuda", rank))
+        # NCCL takes one rank a GPU.
+        backend = {"backend": "gloo"} if args.one_gpu else {"backend": "nccl", "device_id": device}
+        dist.init_process_group(rank=rank, world_size=args.ranks, **backend)
     bench = Bench(args, "cuda", started, rank)
-    bench.run(plan(args.shapes, args.ranks, args.sglang is not None))
+    bench.run(plan(args.shapes, args.ranks, args.sglang is not None, with_times=not args.one_gpu))
     if rank == 0:
         print(render(bench.report))
     sys.stdout.flush()
@@ -133,7 +142,7 @@ def run_rank(rank: int, args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def plan(shapes: List[str], ranks: int, with_peers: bool) -> List[Point]:
+def plan(shapes: List[str], ranks: int, with_peers: bool, with_times: bool = True) -> List[Point]:
     """All points, those that share a layer next to each other."""
     points = [Point("capacity", shapes[0], f"{OWN}, {capacity}", "random", LIMITS.get(shapes[0]), capacity) for capacity in CAPACITIES]
     for shape in shapes:
@@ -148,7 +157,7 @@ def plan(shapes: List[str], ranks: int, with_peers: bool) -> List[Point]:
             points.append(Point("memory", shape, way, "random", LIMITS.get(shape), 0))
             points += [Point("error", shape, way, "random", LIMITS.get(shape), tokens) for tokens in ERROR_TOKENS]
             points += [Point("timed", shape, way, "random", LIMITS.get(shape), tokens) for tokens in TIMED_TOKENS]
-    return points
+    return [point for point in points if with_times or point.kind not in TIMED_KINDS]
 
 
 class Bench:
@@ -445,6 +454,7 @@ def describe(args: argparse.Namespace, device: str) -> dict:
         "command": args.command,
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "ranks": args.ranks,
+        "one_gpu": args.one_gpu,
         "driver": driver_version() if on_gpu else "none",
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
@@ -479,8 +489,9 @@ def version_of(module: str) -> str:
 
 def render(report: dict) -> str:
     points = list(report["points"].values())
+    where = f"one {report['device']}, {report['ranks']} ranks" if report.get("one_gpu") else f"{report['ranks']}×{report['device']}"
     lines = [
-        f"# MXFP4 experts in FlashInfer's mega kernel on {report['ranks']}×{report['device']}",
+        f"# MXFP4 experts in FlashInfer's mega kernel on {where}",
         "",
         f"{report['date'][:10]}, driver {report['driver']}, CUDA {report['cuda']}, torch {report['torch']}, FlashInfer {report['flashinfer']}, "
         f"cutlass-dsl {report['cutlass_dsl']}, SGLang {report['sglang']}, Python {report['python']}; weights interleaved {'in torch' if report['interleaved_in_torch'] else 'by FlashInfer'}.",

@@ -47,6 +47,16 @@ def test_all_points_of_the_kernel_are_measured_and_exact(bench, run):
     assert 0 < error < 0.06
 
 
+def test_two_ranks_on_one_gpu_are_checked_and_not_timed(bench, tmp_path, capsys):
+    points = bench.plan(["small"], 2, False, with_times=False)
+    assert {point.kind for point in points} == {"exact", "idle", "wide", "error", "memory"} and any(point.idle_rank for point in points)
+    args = bench.parse_arguments(["--json", str(tmp_path / "found.json"), "--ranks", "2", "--one-gpu", "--shapes", "small"])
+    assert bench.render(bench.describe(args, "cpu")).startswith("# MXFP4 experts in FlashInfer's mega kernel on one CPU, 2 ranks\n")
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--json", "found.json", "--one-gpu"])
+    assert "--one-gpu is for --ranks 2" in capsys.readouterr().err
+
+
 def test_what_is_there_is_not_measured_again(run, monkeypatch):
     first, _ = run()
     monkeypatch.setattr(megamoe_stand_in, "MoEEpMegaLayer", None)
