@@ -8,7 +8,8 @@ compiled at first use, which needs nvcc.
 
 The ways:
 
-* fused: the overlay's kernel.
+* fused: the overlay's kernel. With more than two GPUs also fused one-shot and fused two-shot, its regimes by name (at two
+  both send as much, and one-shot has a hop less).
 * flashinfer: FlashInfer's pattern 7, one kernel (bf16 weights: it takes no others).
 * separate: the overlay's finalize, then FlashInfer's all-reduce + residual + RMSNorm (pattern 1, fp32 accumulation).
 * nccl: the overlay's finalize, NCCL's all-reduce, FlashInfer's fused_add_rmsnorm.
@@ -62,7 +63,7 @@ import torch.multiprocessing  # noqa: E402
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from policy_from_results import policy_table  # noqa: E402
 from gpu import copy_bandwidth, driver_version, elapsed_us, gpus_or_exit, relative_error, time_limit  # noqa: E402
-from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
+from sglang_overlay.srt.layers.moe.boundary.kernel import choose_launch, fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput  # noqa: E402
@@ -262,7 +263,9 @@ class Ways:
         self.comm = flashinfer.comm
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         config = Config(self.world_size, hidden, 8, torch.bfloat16, torch.float32)
-        self.plane = ExchangePlane.create(host_group, config, max_tokens, timeout_s=4.0)
+        self.has_regimes = self.world_size > 2
+        rows = (max_tokens, max_tokens) if self.has_regimes else None
+        self.plane = ExchangePlane.create(host_group, config, max_tokens, timeout_s=4.0, rows=rows)
         self.workspace = self.comm.create_allreduce_fusion_workspace(
             backend="trtllm", world_size=self.world_size, rank=self.rank, max_token_num=2048, hidden_dim=hidden,
             dtype=torch.bfloat16, group=dist.group.WORLD,
@@ -276,11 +279,19 @@ class Ways:
             "separate": lambda: self.reduce_and_norm(inputs, finalize_cuda(inputs.bundle)),
             "nccl": lambda: self.nccl(inputs, finalize_cuda(inputs.bundle)),
         }
+        if self.has_regimes:
+            ways["fused one-shot"] = lambda: self.fused_in(inputs, two_shot=False)
+            ways["fused two-shot"] = lambda: self.fused_in(inputs, two_shot=True)
         if self.peer and inputs.bundle.num_tokens <= PEER_MAX_TOKENS:
             ways["sglang"] = lambda: self.sglang(inputs)
             ways["sglang one-shot"] = lambda: self.sglang(inputs, two_shot=False)
             ways["sglang two-shot"] = lambda: self.sglang(inputs, two_shot=True)
         return ways
+
+    def fused_in(self, inputs: Inputs, two_shot: bool) -> Boundary:
+        bundle, plane = inputs.bundle, self.plane
+        launch = choose_launch(bundle.num_tokens, bundle.hidden, self.world_size, plane.multiprocessors)
+        return fused_boundary(plane, bundle, inputs.residual, inputs.gamma, EPS, launch=launch._replace(two_shot=two_shot))
 
     def flashinfer(self, inputs: Inputs) -> Callable[[], Boundary]:
         weights = inputs.bundle.expert_weights.bfloat16()
@@ -439,7 +450,12 @@ def median_over_ranks(times: Dict[str, List[float]]) -> Dict[str, float]:
 
 
 def ratio_to_best_peer(point: dict) -> float:
-    return point["us"]["fused"] / min(us for way, us in point["us"].items() if way != "fused")
+    return point["us"]["fused"] / min(of_peers(point["us"]).values())
+
+
+def of_peers(found: dict) -> dict:
+    """Without the overlay's own kernel, in whichever regime."""
+    return {way: value for way, value in found.items() if not way.startswith("fused")}
 
 
 def summarize(points: List[dict]) -> dict:
@@ -448,7 +464,7 @@ def summarize(points: List[dict]) -> dict:
     if required:
         summary["required"] = _ratios(required)
     summary["error_below_every_peer"] = all(
-        point["error"]["fused"][i] < min(error[i] for way, error in point["error"].items() if way != "fused")
+        point["error"]["fused"][i] < min(error[i] for error in of_peers(point["error"]).values())
         for point in points
         for i in range(2)
     )
@@ -478,7 +494,7 @@ def render(report: dict) -> str:
         f"`{report['command']}`; how: the docstring of `benchmark/bench_boundary.py`.",
         "",
         f"Link {report['link_gb_per_s']:.0f} GB/s a direction, memory {report['copy_gb_per_s']:.0f} GB/s (copy).",
-        "Microseconds per call, medians; ratio: fused / the fastest other way (below 1: fused is faster).",
+        "Microseconds per call, medians; ratio: fused / the fastest peer (below 1: fused is faster).",
         *(f"Hung and was left out: {way} at hidden {h}, top_k {k}, {t} tokens." for h, k, t, way in report["hung"]),
         "",
     ]

@@ -4,6 +4,7 @@ What needs real peers (links, processes, failures) is in benchmark/boundary_reli
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import List, NamedTuple, Optional
 
 import pytest
@@ -15,7 +16,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 
 from sglang_overlay.srt.layers.moe.boundary.kernel import Launch, choose_launch, fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config, load  # noqa: E402
-from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
+from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane, one_shot_tokens, region_sizes, regions_at  # noqa: E402
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,34 +50,21 @@ def compiled():
 
 
 class Group:
-    """The ranks of a group on one GPU, with planes for each regime; a rank that waits in vain stops the test after 20 s."""
+    """The ranks of a group on one GPU, with room for every launch; a rank that waits in vain stops the test after 20 s."""
 
     def __init__(self, config: Config, max_tokens: int = MAX_TOKENS) -> None:
-        self.config, self.max_tokens = config, max_tokens
-        self.regimes = {}
+        self.config = config
         self.streams = [torch.cuda.Stream() for _ in range(config.world_size)]
-
-    @property
-    def planes(self) -> List[ExchangePlane]:
-        return self.planes_for(choose_launch(1, self.config.hidden, self.config.world_size, 132).two_shot)
-
-    def planes_for(self, two_shot: bool) -> List[ExchangePlane]:
-        if two_shot not in self.regimes:
-            module = load(self.config)
-            size = module.plane_bytes(self.max_tokens)
-            pointers = torch.tensor([module.plane_allocate(size) for _ in self.streams])
-            self.regimes[two_shot] = [
-                ExchangePlane(self.config, rank, self.max_tokens, 132, pointers, timeout_s=20.0)
-                for rank in range(self.config.world_size)
-            ]
-        return self.regimes[two_shot]
+        module, rows = load(config), (max_tokens, max_tokens)
+        sizes = region_sizes(module, rows)
+        regions = regions_at([module.plane_allocate(sum(sizes)) for _ in self.streams], sizes, rows)
+        self.planes = [ExchangePlane(config, rank, max_tokens, 132, regions, timeout_s=20.0) for rank in range(config.world_size)]
 
     def run(self, inputs: List[Inputs], launch: Optional[Launch] = None, weight_bias: float = 0.0) -> List[tuple]:
         poison_free_memory(inputs[0].residual)
         torch.cuda.synchronize()
         results = []
-        planes = self.planes if launch is None else self.planes_for(launch.two_shot)
-        for plane, stream, (bundle, residual, gamma) in zip(planes, self.streams, inputs):
+        for plane, stream, (bundle, residual, gamma) in zip(self.planes, self.streams, inputs):
             with torch.cuda.stream(stream):
                 results.append(fused_boundary(plane, bundle, residual, gamma, EPS, weight_bias, launch))
         torch.cuda.synchronize()
@@ -302,13 +290,15 @@ def test_captured_graphs_of_changing_sizes_replay_with_new_inputs():
         assert_right(results[tokens], inputs[tokens])
 
 
-def test_a_plane_keeps_to_one_regime():
-    """Packets of one regime are not told from older ones of the other: a slot may keep one for any number of launches."""
-    group = Group(CONFIGS[0])
-    inputs = make_inputs(CONFIGS[0], 2)
-    group.run(inputs)
-    with pytest.raises(ValueError, match="regime of its first launch"):
-        fused_boundary(group.planes[0], *inputs[0], EPS, launch=Launch(True, 8, 2))
+@pytest.mark.parametrize("config", [config for config in CONFIGS if config.world_size > 2], ids=str)
+def test_the_default_turns_from_one_shot_to_two_shot_and_back(config):
+    """For longer than tags last; a region keeps packets while the other one is used."""
+    most = one_shot_tokens(config.hidden, config.world_size, MAX_TOKENS)
+    sizes = sorted({1, most, min(most + 1, MAX_TOKENS)})
+    group, inputs = Group(config), {tokens: make_inputs(config, tokens, tokens) for tokens in sizes}
+    for number in range(90):
+        tokens = sizes[0] if number < 70 and number % 35 else sizes[number % len(sizes)]
+        assert_right(group.run(inputs[tokens]), inputs[tokens])
 
 
 def test_refusals_name_the_condition():
@@ -316,6 +306,10 @@ def test_refusals_name_the_condition():
     (bundle, residual, gamma), _ = make_inputs(CONFIGS[0], 3)
     with pytest.raises(ValueError, match="holds 48 tokens, got 49"):
         group.run(make_inputs(CONFIGS[0], 49))
+    one_shot, two_shot = group.planes[0].regions
+    small = replace(group.planes[0], regions=(one_shot, two_shot._replace(max_tokens=2)))
+    with pytest.raises(ValueError, match="holds 2 tokens of two-shot launches, got 3"):
+        fused_boundary(small, bundle, residual, gamma, EPS, launch=Launch(True, 8, 3))
     with pytest.raises(ValueError, match="share a dtype"):
         fused_boundary(group.planes[0], bundle, residual.half(), gamma, EPS)
     with pytest.raises(ValueError, match="adjacent columns"):

@@ -28,6 +28,15 @@ REPORT = {
 }
 
 
+def test_only_others_kernels_are_peers(benchmark_module):
+    """The overlay's own kernel in the regime that it did not choose is no rival, nor the measure of its error."""
+    us = {"fused": 6.0, "fused one-shot": 6.0, "fused two-shot": 5.0, "separate": 12.0, "sglang one-shot": 8.0}
+    error = {way: [1.0, 2.0] if way == "fused" else [0.5, 0.5] if way.startswith("fused") else [1.5, 2.5] for way in us}
+    bench = benchmark_module("bench_boundary")
+    found = bench.summarize([{**point(7168, 8, 4, **us), "error": error, "repeatable": dict.fromkeys(us, True)}])
+    assert found["error_below_every_peer"] and found["required"]["geometric_mean"] == pytest.approx(0.75)
+
+
 @pytest.fixture(scope="module")
 def policy_table(benchmark_module):
     return benchmark_module("policy_from_results").policy_table

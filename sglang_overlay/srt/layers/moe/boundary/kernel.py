@@ -12,7 +12,7 @@ import torch
 
 from ..deferred_output import DeferredMoeOutput, is_capturing
 from .module import ACTIVATIONS, Config, is_loaded, load
-from .plane import ExchangePlane
+from .plane import ExchangePlane, one_shot_tokens
 
 WORLD_SIZES = range(2, 9)
 MAX_HIDDEN = 8192
@@ -21,17 +21,13 @@ MAX_CLUSTER = 8
 MAX_THREADS = 512
 # What the kernel is compiled for: 64 registers a thread.
 THREADS_PER_MULTIPROCESSOR = 1024
-# From this many ranks on tokens are reduced by one rank each: one-shot would send (world_size - 1) rows a token, two-shot
-# sends 2 (world_size - 1) / world_size. Not measured; at 2 ranks both send one row, and one-shot has one hop less.
-TWO_SHOT_WORLD_SIZE = 4
 
 
 class Launch(NamedTuple):
     """How a launch is laid out; the same on every rank, because it fixes which blocks exchange with which.
 
     Attributes:
-        two_shot: tokens are reduced by one rank each (token mod world_size) and sent back, not by all. The same in every
-            launch over a plane: a packet is told from older ones of its own regime only.
+        two_shot: tokens are reduced by one rank each (token mod world_size) and sent back, not by all.
         cluster: blocks that share a token, 1 to 8.
         clusters: clusters in the grid; each takes every ``clusters``-th token.
     """
@@ -68,7 +64,7 @@ def fused_boundary(
         ``(norm_out, residual_out)``, both ``[T, H]``, freshly allocated.
 
     Raises:
-        ValueError: ``unmet`` names a condition that does not hold.
+        ValueError: ``unmet`` names a condition that does not hold, or the plane has no room for such a ``launch``.
         RuntimeError: the kernel could not be compiled or launched.
     """
     reason = unmet(plane, output, residual, gamma)
@@ -78,7 +74,10 @@ def fused_boundary(
     if output.num_tokens == 0:
         return norm_out, residual_out
     launch = launch or choose_launch(output.num_tokens, output.hidden, plane.config.world_size, plane.multiprocessors)
-    plane.keep_to(launch.two_shot)
+    region = plane.regions[launch.two_shot]
+    if output.num_tokens > region.max_tokens:
+        regime = "two-shot" if launch.two_shot else "one-shot"
+        raise ValueError(f"the plane holds {region.max_tokens} tokens of {regime} launches, got {output.num_tokens}")
     module_for(plane, output).run(
         output.gemm2_out,
         output.expanded_idx_to_permuted_idx,
@@ -91,9 +90,9 @@ def fused_boundary(
         output.routed_scaling_factor,
         eps,
         weight_bias,
-        plane.pointers,
+        region.pointers,
         plane.rank,
-        plane.max_tokens,
+        region.max_tokens,
         plane.timeout_s,
         *launch,
     )
@@ -159,9 +158,9 @@ def _is_packed(tensor: torch.Tensor) -> bool:
 def choose_launch(num_tokens: int, hidden: int, world_size: int, multiprocessors: int) -> Launch:
     """Few tokens: as many blocks a token as there are multiprocessors for. Many: all blocks resident, evenly loaded.
 
-    The regime depends on the world size alone, see ``Launch``.
+    The regime is that of ``one_shot_tokens``.
     """
-    two_shot = world_size >= TWO_SHOT_WORLD_SIZE
+    two_shot = num_tokens > one_shot_tokens(hidden, world_size, num_tokens)
     cluster = next((c for c in (8, 4, 2) if c * num_tokens <= multiprocessors), 2)
     resident = multiprocessors * (THREADS_PER_MULTIPROCESSOR // _threads(hidden, cluster)) // cluster
     turns = -(-num_tokens // max(1, resident))

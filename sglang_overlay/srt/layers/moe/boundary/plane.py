@@ -1,7 +1,8 @@
 """The exchange plane: device memory of every rank, mapped by all its peers.
 
 Plain allocations shared by CUDA IPC; no multicast. A plane belongs to one stream of launches: two models that may run
-at the same time need a plane each.
+at the same time need a plane each. One-shot and two-shot launches each have a region of it to themselves, since a packet
+is told from older ones of its own regime only.
 """
 
 from __future__ import annotations
@@ -18,9 +19,31 @@ from .module import Config, load
 # cache SGLang has one rank compile DeepGEMM kernels inside a forward, which takes 10 to 20 minutes by its own account.
 TIMEOUT_S = 1800.0
 
+# One-shot launches may send this much more than two-shot ones would: what the link carries during the second hop that they
+# save, some 1.4 us at 381 GB/s. Reckoned from two H200s; with more GPUs not measured.
+HOP_BYTES = 512 * 1024
+ALIGNMENT = 256
+
 
 class PlaneUnavailable(RuntimeError):
     """Some rank could not set up its part of the plane; raised on every rank."""
+
+
+def one_shot_tokens(hidden: int, world_size: int, max_tokens: int) -> int:
+    """Up to how many of ``max_tokens`` tokens every rank sends its part to every other one.
+
+    A rank sends ``world_size - 1`` rows a token so, ``2 (world_size - 1) / world_size`` where tokens are reduced by one rank
+    each and sent back: the same number at two ranks. A row's packets have 2 bytes an element.
+    """
+    more = 2 * hidden * (world_size - 1) * (world_size - 2)  # bytes a token, times world_size
+    return min(max_tokens, HOP_BYTES * world_size // more) if more else max_tokens
+
+
+class Region(NamedTuple):
+    """A part of a plane for the launches of one regime: ``[world_size]`` int64 addresses on the host, and its rows."""
+
+    pointers: torch.Tensor
+    max_tokens: int
 
 
 @dataclass
@@ -29,28 +52,29 @@ class ExchangePlane:
 
     Attributes:
         config: the kernel configuration it was set up with; another ``top_k`` or dtype may use the plane too.
-        two_shot: the regime of its launches, from the first one on.
         multiprocessors: the fewest of any rank's GPU, so that all ranks lay their launches out alike.
-        pointers: ``[world_size]`` int64 on the host; the plane of each rank as this process maps it.
+        regions: for one-shot and for two-shot launches, each rank's as this process maps it.
     """
 
     config: Config
     rank: int
     max_tokens: int
     multiprocessors: int
-    pointers: torch.Tensor
+    regions: Tuple[Region, Region]
     timeout_s: float = TIMEOUT_S
     part: Optional["_Part"] = None
     group: Any = None
-    two_shot: Optional[bool] = None
 
     @classmethod
     def create(
-        cls, group: Any, config: Config, max_tokens: int, timeout_s: float = TIMEOUT_S
+        cls, group: Any, config: Config, max_tokens: int, timeout_s: float = TIMEOUT_S, rows: Optional[Tuple[int, int]] = None
     ) -> "ExchangePlane":
         """Set up the plane on all ranks of ``group`` together (a torch.distributed group that moves host objects).
 
         Collective: on every rank, or on none. Not while a CUDA graph is being captured.
+
+        Args:
+            rows: tokens that one-shot and two-shot launches may have; by default what ``choose_launch`` needs.
 
         Raises:
             PlaneUnavailable: on all ranks, where one of them could not compile, allocate or map, or has no NVLink to a
@@ -59,7 +83,10 @@ class ExchangePlane:
         import torch.distributed as dist
 
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        own, refusal = _attempt(lambda: _Part.allocate(config, max_tokens))
+        if rows is None:
+            one_shot = one_shot_tokens(config.hidden, config.world_size, max_tokens)
+            rows = one_shot, max_tokens if one_shot < max_tokens else 0
+        own, refusal = _attempt(lambda: _Part.allocate(config, rows))
         offers = _all_gather((own and own.offer, refusal), group, world_size)
         pointers = None
         if not any(refusal for _, refusal in offers):
@@ -71,19 +98,24 @@ class ExchangePlane:
             causes = "; ".join(f"rank {i}: {cause}" for i, cause in enumerate(refusals) if cause)
             raise PlaneUnavailable(f"the exchange plane could not be set up ({causes})")
         multiprocessors = min(offer.multiprocessors for offer, _ in offers)
-        return cls(config, rank, max_tokens, multiprocessors, torch.tensor(pointers, dtype=torch.int64, device="cpu"), timeout_s, own, group)
-
-    def keep_to(self, two_shot: bool) -> None:
-        """Fix the regime of all launches over this plane; raises ValueError for the other one."""
-        if self.two_shot not in (None, two_shot):
-            raise ValueError("a plane keeps to the regime of its first launch, one-shot or two-shot")
-        self.two_shot = two_shot
+        return cls(config, rank, max_tokens, multiprocessors, regions_at(pointers, own.sizes, rows), timeout_s, own, group)
 
     def close(self) -> None:
         """Give the plane's memory back. Collective; every rank must have stopped using the plane."""
         part, self.part = self.part, None
         if part:
             _release(part, self.group, self.config.world_size)
+
+
+def region_sizes(module: Any, rows: Tuple[int, int]) -> List[int]:
+    """Bytes of the one-shot and of the two-shot region; one without rows has none."""
+    return [-(-module.plane_bytes(count) // ALIGNMENT) * ALIGNMENT if count else 0 for count in rows]
+
+
+def regions_at(pointers: List[int], sizes: List[int], rows: Tuple[int, int]) -> Tuple[Region, Region]:
+    """The regions of a plane that each rank has at one of ``pointers``, the two-shot one behind the other."""
+    starts = torch.tensor(pointers, dtype=torch.int64, device="cpu")
+    return Region(starts, rows[0]), Region(starts + sizes[0], rows[1])
 
 
 class _Offer(NamedTuple):
@@ -98,20 +130,22 @@ class _Part:
 
     module: Any
     pointer: int
+    sizes: List[int]
     offer: _Offer
     mapped: List[int] = field(default_factory=list)
 
     @classmethod
-    def allocate(cls, config: Config, max_tokens: int) -> "_Part":
+    def allocate(cls, config: Config, rows: Tuple[int, int]) -> "_Part":
         module = load(config)
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        pointer = module.plane_allocate(module.plane_bytes(max_tokens))
+        sizes = region_sizes(module, rows)
+        pointer = module.plane_allocate(sum(sizes))
         try:
             handle = bytes(module.plane_export(pointer))
         except Exception:
             module.plane_free(pointer)
             raise
-        return cls(module, pointer, _Offer(handle, gpu.multi_processor_count, f"GPU-{gpu.uuid}"))
+        return cls(module, pointer, sizes, _Offer(handle, gpu.multi_processor_count, f"GPU-{gpu.uuid}"))
 
     def map_peers(self, offers: List[_Offer], rank: int) -> List[int]:
         pointers = []

@@ -10,7 +10,7 @@ import torch
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module
 from sglang_overlay.srt.layers.moe.boundary.links import nvlink_unmet
 from sglang_overlay.srt.layers.moe.boundary.module import Config
-from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane, PlaneUnavailable
+from sglang_overlay.srt.layers.moe.boundary.plane import HOP_BYTES, ExchangePlane, PlaneUnavailable, one_shot_tokens
 
 RANKS = 2
 CONFIG = Config(RANKS, 7168, 8, torch.bfloat16, torch.float32)
@@ -20,7 +20,7 @@ class Memory:
     """What the kernel's module does with device memory, recorded; an operation of a rank may be made to fail."""
 
     def __init__(self, failing=()):
-        self.failing, self.log, self.lock = set(failing), [], threading.Lock()
+        self.failing, self.log, self.sizes, self.lock = set(failing), [], [], threading.Lock()
 
     def of_rank(self, rank):
         def do(what, result):
@@ -35,7 +35,7 @@ class Memory:
 
         return SimpleNamespace(
             plane_bytes=lambda max_tokens: 1000 * max_tokens,
-            plane_allocate=do("allocate", lambda size: 100 + rank),
+            plane_allocate=do("allocate", lambda size: self.sizes.append(size) or 100 + rank),
             plane_export=do("export", lambda pointer: bytes([pointer])),
             plane_open=do("open", lambda handle: 1000 + handle[0]),
             plane_close=do("close", lambda pointer: None),
@@ -86,15 +86,43 @@ def run(monkeypatch):
     return run
 
 
-def create():
-    return ExchangePlane.create("group", CONFIG, 64)
+def create(config=CONFIG, **told):
+    return ExchangePlane.create("group", config, 64, **told)
 
 
 def test_each_rank_maps_its_peer_and_lays_launches_out_by_the_smaller_gpu(run):
     planes = run(Memory(), create)
-    assert [plane.pointers.tolist() for plane in planes] == [[100, 1101], [1100, 101]]
+    assert [plane.regions[0].pointers.tolist() for plane in planes] == [[100, 1101], [1100, 101]]
     assert {plane.multiprocessors for plane in planes} == {114}
-    assert all(plane.pointers.dtype == torch.int64 and plane.pointers.device.type == "cpu" for plane in planes)
+    assert all(region.pointers.dtype == torch.int64 and region.pointers.device.type == "cpu" for plane in planes for region in plane.regions)
+
+
+def test_two_ranks_have_room_for_one_shot_alone(run):
+    memory = Memory()
+    assert [region.max_tokens for region in run(memory, create)[0].regions] == [64, 0]
+    assert memory.sizes == [64_000] * RANKS
+
+
+def test_more_ranks_have_a_region_of_each_regime_one_behind_the_other(run):
+    memory, eight = Memory(), CONFIG._replace(world_size=8)
+    for plane in run(memory, lambda: create(eight)):
+        one_shot, two_shot = plane.regions
+        assert (one_shot.max_tokens, two_shot.max_tokens) == (6, 64)
+        assert (two_shot.pointers - one_shot.pointers).tolist() == [6144] * RANKS  # 6 rows of 1000 bytes, up to a multiple of 256
+    assert memory.sizes == [6144 + 64_000] * RANKS
+    assert [region.max_tokens for region in run(memory, lambda: create(eight, rows=(64, 64)))[0].regions] == [64, 64]
+
+
+@pytest.mark.parametrize("hidden", [512, 4096, 7168, 8192])
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_one_shot_sends_at_most_what_a_hop_is_worth_more_than_two_shot(hidden, world_size):
+    most = one_shot_tokens(hidden, world_size, 4096)
+    assert 1 <= most <= 4096 and one_shot_tokens(hidden, world_size, 3) == min(most, 3)
+
+    def more(tokens):
+        return tokens * 2 * hidden * ((world_size - 1) - 2 * (world_size - 1) / world_size)
+
+    assert more(most) <= HOP_BYTES and (most == 4096 or more(most + 1) > HOP_BYTES)
 
 
 def test_memory_is_freed_once_every_rank_has_unmapped_it(run):
@@ -117,14 +145,6 @@ def test_what_one_rank_cannot_do_no_rank_has_and_nothing_is_left_behind(run, ste
 def test_a_rank_that_cannot_unmap_still_ends_alike(run):
     outcomes = run(Memory({(0, "open"), (1, "close")}), create)
     assert all(isinstance(outcome, PlaneUnavailable) for outcome in outcomes)
-
-
-def test_a_plane_keeps_to_one_regime(run):
-    plane = run(Memory(), create)[0]
-    plane.keep_to(False)
-    plane.keep_to(False)
-    with pytest.raises(ValueError, match="regime of its first launch"):
-        plane.keep_to(True)
 
 
 def test_without_nvlink_no_rank_has_a_plane_and_the_gpus_are_named(run, monkeypatch):
