@@ -547,13 +547,17 @@ def render_ways(points: List[dict]) -> List[str]:
     ways = list(dict.fromkeys(point["way"] for point in points))
     found = {(point["kind"], point["way"], point["tokens"]): point for point in points}
 
-    def row(name: str, kind: str, tokens: int, cell: Callable[[dict], str]) -> str:
-        return "| " + " | ".join([name, *(cell(found[kind, way, tokens]) if (kind, way, tokens) in found else "" for way in ways)]) + " |"
+    def row(name: str, kind: str, tokens: int, cell: Callable[[dict], str]) -> List[str]:
+        cells = [cell(found[kind, way, tokens]) if (kind, way, tokens) in found else "" for way in ways]
+        return ["| " + " | ".join([name, *cells]) + " |"] if any(cells) else []
 
     lines = ["| | " + " | ".join(ways) + " |", "|---" * (len(ways) + 1) + "|"]
-    lines.append(row("weights, GB", "memory", 0, lambda point: f"{point['bytes'] / 1e9:.2f}"))
-    lines += [row(f"error, T={tokens}", "error", tokens, lambda point: f"{point['error']:.2e}") for tokens in ERROR_TOKENS]
-    return lines + [row(f"µs, T={tokens}", "timed", tokens, lambda point: f"{point['us']:.1f}") for tokens in TIMED_TOKENS]
+    lines += row("weights, GB", "memory", 0, lambda point: f"{point['bytes'] / 1e9:.2f}")
+    for tokens in ERROR_TOKENS:
+        lines += row(f"error, T={tokens}", "error", tokens, lambda point: f"{point['error']:.2e}")
+    for tokens in TIMED_TOKENS:
+        lines += row(f"µs, T={tokens}", "timed", tokens, lambda point: f"{point['us']:.1f}")
+    return lines
 
 
 if __name__ == "__main__":

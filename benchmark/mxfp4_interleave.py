@@ -2,7 +2,7 @@
 
 Preparing weights takes one function of that module, which takes minutes to compile. The layout was read off that function's results, as far as the
 mega kernel's shapes need it; the benchmark's exact checks would show a code that is out of place. With ``pytest -p mxfp4_interleave``
-(this folder on PYTHONPATH) it is so for a whole test run.
+(this folder on PYTHONPATH) it is so for a whole test run, and with ``mxfp4_interleave_plugin`` on PYTHONPATH too for a server's processes.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -34,12 +34,23 @@ class _Module:
         out.copy_(interleave(codes))
 
 
-@contextmanager
-def interleaving_in_torch():
-    """Within it FlashInfer prepares weights without its CUTLASS module, and can do nothing else that needs it."""
+def register() -> None:
+    """From now on FlashInfer prepares weights without its CUTLASS module, and can do nothing else that needs it.
+
+    As an SGLang plugin it is called once in each process, before a model is built.
+    """
     from flashinfer.fused_moe import core
 
-    stock, core.get_cutlass_fused_moe_module = core.get_cutlass_fused_moe_module, lambda *_, **__: _Module
+    core.get_cutlass_fused_moe_module = lambda *_, **__: _Module
+
+
+@contextmanager
+def interleaving_in_torch():
+    """``register``, undone at the end."""
+    from flashinfer.fused_moe import core
+
+    stock = core.get_cutlass_fused_moe_module
+    register()
     try:
         yield
     finally:
