@@ -20,6 +20,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -162,15 +164,44 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
   return value;
 }
 
+// Zeros, and of no weight, where there is no row. In one piece, so that the compiler sees four words and not what they
+// may be, and is done with the index when the load is under way.
+__device__ __forceinline__ uint4 load_row(const void* base, int row, uint32_t stride, float& weight) {
+  uint4 value;
+  asm volatile(
+      "{ .reg .pred there; .reg .b64 at;\n"
+      "setp.ge.s32 there, %6, 0;\n"
+      "selp.f32 %4, %4, 0f00000000, there;\n"
+      "mad.wide.u32 at, %6, %7, %5;\n"
+      "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+      "@there ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [at];\n}"
+      : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w), "+f"(weight)
+      : "l"(base), "r"(row), "r"(stride));
+  return value;
+}
+
+// Of what every thread of a block reads: may stay in L1.
+__device__ __forceinline__ uint4 load_shared_by_all(const void* address) {
+  uint4 value;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
+  return value;
+}
+
 __device__ __forceinline__ uint64_t now_ns() {
   uint64_t time;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
   return time;
 }
 
+// On whole words: taken apart as 16-bit values, a bf16 costs three instructions in place of one.
 __device__ __forceinline__ float2 to_floats(uint32_t word) {
-  const ACTIVATION* pair = reinterpret_cast<const ACTIVATION*>(&word);
-  return make_float2(static_cast<float>(pair[0]), static_cast<float>(pair[1]));
+  if constexpr (std::is_same_v<ACTIVATION, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
+  }
 }
 
 __device__ __forceinline__ void unpack(const uint4& words, float (&values)[kPacketElements]) {
@@ -206,7 +237,7 @@ struct Inputs {
   const ACTIVATION* gamma;
   ACTIVATION* norm_out;
   ACTIVATION* residual_out;
-  int64_t gemm2_stride, shared_stride, residual_stride;
+  uint32_t gemm2_stride, shared_stride, residual_stride;  // bytes
   float scale, eps, weight_bias;
   int num_tokens;
 };
@@ -274,7 +305,8 @@ __device__ __forceinline__ void load_index(const int32_t* index, int left, int (
   if constexpr (TOP_K % 4 == 0) {
 #pragma unroll
     for (int k = 0; k < COUNT; k += 4) {
-      const int4 four = k < left ? *reinterpret_cast<const int4*>(index + k) : make_int4(-1, -1, -1, -1);
+      uint4 four = make_uint4(~0u, ~0u, ~0u, ~0u);
+      if (k < left) four = load_shared_by_all(index + k);
       rows[k] = four.x, rows[k + 1] = four.y, rows[k + 2] = four.z, rows[k + 3] = four.w;
     }
   } else {
@@ -283,29 +315,64 @@ __device__ __forceinline__ void load_index(const int32_t* index, int left, int (
   }
 }
 
-// This rank's part of eight columns: scale * sum_k weight * row + shared, in fp32.
-__device__ __forceinline__ void finalize(const Inputs& in, int token, int column, float (&total)[kPacketElements]) {
-  constexpr int kUnroll = TOP_K < 8 ? TOP_K : 8;
-  const int64_t first = static_cast<int64_t>(token) * TOP_K;
+template <int COUNT>
+__device__ __forceinline__ void load_weights(const WEIGHT* weights, int left, float (&values)[COUNT]) {
+  if constexpr (TOP_K % 4 == 0) {
+#pragma unroll
+    for (int k = 0; k < COUNT; k += 4) {
+      if (k >= left) break;
+      if constexpr (sizeof(WEIGHT) == 4) {
+        const uint4 four = load_shared_by_all(weights + k);
+        values[k] = __uint_as_float(four.x), values[k + 1] = __uint_as_float(four.y);
+        values[k + 2] = __uint_as_float(four.z), values[k + 3] = __uint_as_float(four.w);
+      } else {
+        const uint2 four = *reinterpret_cast<const uint2*>(weights + k);
+        values[k] = __uint_as_float(four.x << 16), values[k + 1] = __uint_as_float(four.x & 0xffff0000u);
+        values[k + 2] = __uint_as_float(four.y << 16), values[k + 3] = __uint_as_float(four.y & 0xffff0000u);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k)
+      if (k < left) values[k] = static_cast<float>(weights[k]);
+  }
+}
+
+constexpr int kUnroll = TOP_K < 8 ? TOP_K : 8;
+
+// Where up to kUnroll of a token's experts have their rows, and what these weigh.
+struct Routes {
+  int rows[kUnroll];
+  float weights[kUnroll];
+
+  __device__ __forceinline__ void load(const Inputs& in, int token, int begin) {
+    const int64_t first = static_cast<int64_t>(token) * TOP_K + begin;
+    load_index(in.index + first, TOP_K - begin, rows);
+    load_weights(in.weights + first, TOP_K - begin, weights);
+  }
+};
+
+__device__ __forceinline__ const char* row_of(const ACTIVATION* rows, int token, uint32_t stride, int column) {
+  return reinterpret_cast<const char*>(rows + column * kPacketElements) + static_cast<uint64_t>(static_cast<uint32_t>(token)) * stride;
+}
+
+// This rank's part of eight columns: scale * sum_k weight * row + shared, in fp32. All rows of a group are asked for
+// before the first is waited for.
+__device__ __forceinline__ void finalize(const Inputs& in, Routes& routes, int token, int column,
+                                         float (&total)[kPacketElements]) {
   uint4 shared = make_uint4(0, 0, 0, 0);
-  if (in.shared != nullptr)
-    shared = load_once(in.shared + token * in.shared_stride + column * kPacketElements);
+  if (in.shared != nullptr) shared = load_once(row_of(in.shared, token, in.shared_stride, column));
 #pragma unroll
   for (int i = 0; i < kPacketElements; ++i) total[i] = 0.0f;
+  const void* base = in.gemm2_out + column * kPacketElements;
   for (int begin = 0; begin < TOP_K; begin += kUnroll) {
-    int rows[kUnroll];
+    if (begin > 0) routes.load(in, token, begin);
     uint4 values[kUnroll];
-    load_index(in.index + first + begin, TOP_K - begin, rows);
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) values[k] = load_row(base, routes.rows[k], in.gemm2_stride, routes.weights[k]);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      values[k] = make_uint4(0, 0, 0, 0);
-      if (rows[k] >= 0)
-        values[k] = load_once(in.gemm2_out + rows[k] * in.gemm2_stride + column * kPacketElements);
-    }
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      float weight = 0.0f;
-      if (rows[k] >= 0) weight = static_cast<float>(in.weights[first + begin + k]);
+      const float weight = routes.weights[k];
       float row[kPacketElements];
       unpack(values[k], row);
 #pragma unroll
@@ -327,6 +394,18 @@ __device__ __forceinline__ uint32_t cluster_size() {
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t value;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));
+  return value;
+}
+
+__device__ __forceinline__ int cluster_count() {
+  int value;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(value));
+  return value;
+}
+
+__device__ __forceinline__ int cluster_index() {
+  int value;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(value));
   return value;
 }
 
@@ -363,7 +442,7 @@ struct RowSum {
     asm volatile(
         "{ .reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}" ::"r"(shared_address(&barrier)),
         "r"(phase)
         : "memory");
@@ -397,20 +476,23 @@ template <bool TWO_SHOT>
 __device__ __forceinline__ Pushed push_part(const Inputs& in, const Plane& plane, uint32_t launch, int token,
                                             int column, bool active) {
   Pushed pushed;
+  // What the rows' addresses hang on comes first, so that nothing else is waited for before it. (Inactive lanes read it
+  // too: a branch here would make the compiler wait for the counters before it.)
+  Routes routes;
+  routes.load(in, token, 0);
   pushed.use = static_cast<volatile uint32_t*>(plane.uses())[token] + 1;
-  if (!active) return pushed;
   float part[kPacketElements];
-  finalize(in, token, column, part);
+  finalize(in, routes, token, column, part);
   pushed.packet = encode(part, make_tag(launch, pushed.use));
   const int rank = plane.rank;
   if (TWO_SHOT) {
     const int owner = token % WORLD_SIZE;
-    if (owner != rank) push_packet(plane.partial(owner, rank, pushed.use, token) + column, pushed.packet);
+    if (active && owner != rank) push_packet(plane.partial(owner, rank, pushed.use, token) + column, pushed.packet);
   } else {
 #pragma unroll
     for (int step = 1; step < WORLD_SIZE; ++step) {
       const int peer = rank + step < WORLD_SIZE ? rank + step : rank + step - WORLD_SIZE;
-      push_packet(plane.partial(peer, rank, pushed.use, token) + column, pushed.packet);
+      if (active) push_packet(plane.partial(peer, rank, pushed.use, token) + column, pushed.packet);
     }
   }
   return pushed;
@@ -427,10 +509,15 @@ __device__ __forceinline__ void reduce(const Plane& plane, const Pushed& own, co
   if (reduces) {
     uint4 parts[WORLD_SIZE - 1];
     // The peers in the order of ranks, this rank left out.
+    // Of two parts the sum is the same in either order, so this rank's own is decoded before the peer's is there.
+    constexpr bool kOwnFirst = WORLD_SIZE == 2;
+    if (kOwnFirst) add_decoded(total, own.packet);
     await_packets<WORLD_SIZE - 1>(
         parts, [&](int i) { return plane.partial(rank, i + (i >= rank), own.use, token) + column; },
         [&](int i) { return i + (i >= rank); }, tag, active, plane, token);
-    if (active) {
+    if (kOwnFirst) {
+      add_decoded(total, parts[0]);
+    } else if (active) {
 #pragma unroll
       for (int source = 0; source < WORLD_SIZE; ++source) {
         uint4 packet = own.packet;
@@ -470,36 +557,38 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     boundary_kernel(const __grid_constant__ Inputs in, const __grid_constant__ Plane plane) {
   __shared__ RowSum sums[2];
   const uint32_t blocks = cluster_size(), block = cluster_rank();
-  const int clusters = gridDim.x / blocks, cluster = blockIdx.x / blocks;
-  const int column = block * blockDim.x + threadIdx.x;
-  const bool active = column < kPackets;
+  const int clusters = cluster_count(), cluster = cluster_index();  // not by division, which takes 40 instructions
+  const int own_column = block * blockDim.x + threadIdx.x;
+  const bool active = own_column < kPackets;
+  // A thread without columns reads others' and sends and writes nothing: cheaper than not to read.
+  const int column = active ? own_column : kPackets - 1;
   const uint32_t warps = blocks * (blockDim.x >> 5);
   // Slots that this launch has no warp for stay zero.
-  for (int i = threadIdx.x; i < 2 * kSlots; i += blockDim.x) sums[i / kSlots].slots[i % kSlots] = 0.0f;
+  if (threadIdx.x >= warps && threadIdx.x < kSlots) sums[0].slots[threadIdx.x] = sums[1].slots[threadIdx.x] = 0.0f;
   if (threadIdx.x == 0) {
     for (RowSum& row : sums) row.initialize();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (RowSum& row : sums) row.expect(warps);
   }
-  // Arrived at here, waited for after the first push: no block sends to one that is not ready.
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  uint4 gamma_words = make_uint4(0, 0, 0, 0);
-  // A parameter of the model: no earlier kernel writes it.
-  if (active) gamma_words = load_once(in.gamma + column * kPacketElements);
-
+  // Arrived at here, waited for after the first push: no block sends to one that is not ready. Relaxed, since a release
+  // is a fence of the whole GPU: the barriers have a fence of their own, and the zeros nobody sends to.
+  __syncthreads();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   // Only now: what a dependent kernel reads before its own wait is then complete.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const uint32_t launch = *static_cast<volatile uint32_t*>(plane.launches()) / kLaunchStep;
   Pushed next = push_part<TWO_SHOT>(in, plane, launch, cluster, column, active);
+  __syncwarp();  // lanes without columns may have gone ahead, and an aligned barrier takes whole warps
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   uint32_t turn = 0;
   for (int token = cluster; token < in.num_tokens; token += clusters, ++turn) {
     const Pushed own = next;
     if (token + clusters < in.num_tokens)
       next = push_part<TWO_SHOT>(in, plane, launch, token + clusters, column, active);
-    uint4 residual_words = make_uint4(0, 0, 0, 0);
-    if (active) residual_words = load_once(in.residual + token * in.residual_stride + column * kPacketElements);
+    // These arrive while the peers' packets are on their way; gamma not held from the start, for want of registers.
+    const uint4 residual_words = load_once(row_of(in.residual, token, in.residual_stride, column));
+    const uint4 gamma_words = load_shared_by_all(in.gamma + column * kPacketElements);
     float total[kPacketElements];
     reduce<TWO_SHOT>(plane, own, make_tag(launch, own.use), token, column, active, total);
     float residual[kPacketElements];
@@ -516,7 +605,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     if (active) {
       const int64_t at = static_cast<int64_t>(token) * HIDDEN + column * kPacketElements;
       *reinterpret_cast<uint4*>(in.residual_out + at) = pack(total);
-      const float factor = rsqrtf(squares / static_cast<float>(HIDDEN) + in.eps);
+      const float factor = rsqrtf(fmaf(squares, 1.0f / HIDDEN, in.eps));
       float gamma[kPacketElements];
       unpack(gamma_words, gamma);
 #pragma unroll
@@ -617,9 +706,14 @@ void run(TensorView gemm2_out, TensorView index, TensorView weights, Optional<Te
   in.gamma = static_cast<const ACTIVATION*>(gamma.data_ptr());
   in.norm_out = static_cast<ACTIVATION*>(norm_out.data_ptr());
   in.residual_out = static_cast<ACTIVATION*>(residual_out.data_ptr());
-  in.gemm2_stride = gemm2_out.stride(0);
-  in.shared_stride = shared.has_value() ? shared.value().stride(0) : 0;
-  in.residual_stride = residual.stride(0);
+  const auto bytes = [](int64_t stride) {
+    if (stride < 0 || stride > std::numeric_limits<uint32_t>::max() / int64_t(sizeof(ACTIVATION)))
+      TVM_FFI_THROW(ValueError) << "rows " << stride << " elements apart: at most 2^31 - 1";
+    return static_cast<uint32_t>(stride * int64_t(sizeof(ACTIVATION)));
+  };
+  in.gemm2_stride = bytes(gemm2_out.stride(0));
+  in.shared_stride = shared.has_value() ? bytes(shared.value().stride(0)) : 0;
+  in.residual_stride = bytes(residual.stride(0));
   in.scale = static_cast<float>(scale);
   in.eps = static_cast<float>(eps);
   in.weight_bias = static_cast<float>(weight_bias);
