@@ -8,8 +8,8 @@ compiled at first use, which needs nvcc.
 
 The ways:
 
-* fused: the overlay's kernel. With more than two GPUs also fused one-shot and fused two-shot, its regimes by name (at two
-  both send as much, and one-shot has a hop less).
+* fused, fused one-shot, fused two-shot: the overlay's kernel as it launches itself, and in either regime. (At two GPUs both
+  send as much: the difference is a hop, from which ``plane.HOP_BYTES`` follows.)
 * flashinfer: FlashInfer's pattern 7, one kernel (bf16 weights: it takes no others).
 * separate: the overlay's finalize, then FlashInfer's all-reduce + residual + RMSNorm (pattern 1, fp32 accumulation).
 * nccl: the overlay's finalize, NCCL's all-reduce, FlashInfer's fused_add_rmsnorm.
@@ -227,9 +227,9 @@ def link_bandwidth() -> float:
 
 def bound_us(case: Case, world_size: int, empty_us: float, report: dict) -> float:
     row = case.tokens * case.hidden * 2
-    link = (world_size - 1) * row
+    link = row * 2 * (world_size - 1) / world_size  # two-shot's, the fewest; at two ranks one-shot's too
     # gemm2 rows, shared, residual, two results, packets out of and into the plane.
-    memory = row * (case.top_k + 4 + 2 * (world_size - 1))
+    memory = row * (case.top_k + 4) + 2 * link
     return empty_us + max(link / report["link_gb_per_s"], memory / report["copy_gb_per_s"]) / 1e3
 
 
@@ -263,9 +263,7 @@ class Ways:
         self.comm = flashinfer.comm
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         config = Config(self.world_size, hidden, 8, torch.bfloat16, torch.float32)
-        self.has_regimes = self.world_size > 2
-        rows = (max_tokens, max_tokens) if self.has_regimes else None
-        self.plane = ExchangePlane.create(host_group, config, max_tokens, timeout_s=4.0, rows=rows)
+        self.plane = ExchangePlane.create(host_group, config, max_tokens, timeout_s=4.0, rows=(max_tokens, max_tokens))
         self.workspace = self.comm.create_allreduce_fusion_workspace(
             backend="trtllm", world_size=self.world_size, rank=self.rank, max_token_num=2048, hidden_dim=hidden,
             dtype=torch.bfloat16, group=dist.group.WORLD,
@@ -275,13 +273,12 @@ class Ways:
     def of(self, inputs: Inputs) -> Dict[str, Callable[[], Boundary]]:
         ways = {
             "fused": lambda: fused_boundary(self.plane, inputs.bundle, inputs.residual, inputs.gamma, EPS),
+            "fused one-shot": lambda: self.fused_in(inputs, two_shot=False),
+            "fused two-shot": lambda: self.fused_in(inputs, two_shot=True),
             "flashinfer": self.flashinfer(inputs),
             "separate": lambda: self.reduce_and_norm(inputs, finalize_cuda(inputs.bundle)),
             "nccl": lambda: self.nccl(inputs, finalize_cuda(inputs.bundle)),
         }
-        if self.has_regimes:
-            ways["fused one-shot"] = lambda: self.fused_in(inputs, two_shot=False)
-            ways["fused two-shot"] = lambda: self.fused_in(inputs, two_shot=True)
         if self.peer and inputs.bundle.num_tokens <= PEER_MAX_TOKENS:
             ways["sglang"] = lambda: self.sglang(inputs)
             ways["sglang one-shot"] = lambda: self.sglang(inputs, two_shot=False)

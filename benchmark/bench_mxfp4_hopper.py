@@ -71,6 +71,9 @@ ERROR_TOKENS = (1, 128)
 TIMED_TOKENS = (1, 8, 32, 64, 128, 192, 1024, 2048)
 CAPACITIES = (64, 256, 1024, 2048, 4096)
 TIMED_KINDS = ("timed", "capacity")
+# What a file's runs have in common, and what may differ; a point's "run" is its place among them.
+SAME_IN_ALL_RUNS = ("device", "ranks", "one_gpu", "torch", "flashinfer", "cutlass_dsl", "interleaved_in_torch")
+OF_A_RUN = ("date", "driver", "sglang")
 OWN = "mega kernel"
 # Seconds: what a point may take before it counts as hung, and what must be left for one to begin: where its layer is there, where the mega
 # kernel's has to be made, and where one of SGLang's has to (which may compile).
@@ -110,7 +113,7 @@ def parse_arguments(words: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--sglang", type=Path, help="folder that holds SGLang's package, for its own ways")
     parser.add_argument("--resume", action="store_true", help="keep the points that --json already holds")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing that may end later than this (default: 8)")
-    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="expert-parallel ranks, a GPU each (default: 1)")
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="expert-parallel ranks (default: 1)")
     parser.add_argument("--one-gpu", action="store_true", help="with --ranks 2: both on the first GPU, and nothing timed")
     parser.add_argument("--rounds", type=int, default=20, help="replays of each graph (default: 20)")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -169,8 +172,16 @@ class Bench:
         self.layers = Layers(args, device, rank)
         self.report = describe(args, device)
         if args.resume and args.json.exists():
-            kept = json.loads(args.json.read_text())
-            self.report.update({name: kept[name] for name in ("points", "failed", "hung")})
+            self.go_on(json.loads(args.json.read_text()))
+        self.report["runs"].append({name: self.report[name] for name in OF_A_RUN})
+
+    def go_on(self, kept: dict) -> None:
+        """Take over what earlier runs of the same kind found."""
+        differ = [name for name in SAME_IN_ALL_RUNS if kept.get(name, False) != self.report[name]]
+        if differ:
+            raise SystemExit(f"{self.args.json} is of another kind of run, with another {', '.join(differ)}: --resume cannot go on with it")
+        earlier = kept.get("runs") or [{name: kept[name] for name in OF_A_RUN}]
+        self.report.update({name: kept[name] for name in ("points", "failed", "hung")}, runs=earlier, shapes={**kept["shapes"], **self.report["shapes"]})
 
     def run(self, points: List[Point]) -> None:
         done = self.agree({*self.report["points"], *self.report["hung"], *self.report["failed"]})
@@ -198,7 +209,7 @@ class Bench:
                 traceback.print_exc(limit=4)
                 self.report["failed"][point.key] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             else:
-                self.report["points"][point.key] = {**point._asdict(), **found}
+                self.report["points"][point.key] = {**point._asdict(), **found, "run": len(self.report["runs"]) - 1}
                 if self.rank == 0:
                     print(point.key, found, flush=True)
         self.save()
@@ -469,6 +480,7 @@ def describe(args: argparse.Namespace, device: str) -> dict:
         "points": {},
         "failed": {},
         "hung": [],
+        "runs": [],
         "left": None,
     }
 
@@ -496,6 +508,7 @@ def render(report: dict) -> str:
         f"{report['date'][:10]}, driver {report['driver']}, CUDA {report['cuda']}, torch {report['torch']}, FlashInfer {report['flashinfer']}, "
         f"cutlass-dsl {report['cutlass_dsl']}, SGLang {report['sglang']}, Python {report['python']}; weights interleaved {'in torch' if report['interleaved_in_torch'] else 'by FlashInfer'}.",
         f"`{report['command']}`; how: the docstring of `benchmark/bench_mxfp4_hopper.py`. Points left: {report['left']}.",
+        *render_runs(report),
         "",
         *render_exact([point for point in points if point["kind"] in ("exact", "idle")]),
         *(
@@ -510,6 +523,16 @@ def render(report: dict) -> str:
             lines += ["", f"## {shape}: E={size['experts']}, H={size['hidden']}, I={size['intermediate']}, top_k={size['top_k']}", "", *render_ways(measured)]
     problems = [*(f"hung: {key}" for key in report["hung"]), *(f"did not run: {key}: {why}" for key, why in failures(report["failed"]).items())]
     return "\n".join(lines + ["", *(f"- {problem}" for problem in problems)]).rstrip() + "\n"
+
+
+def render_runs(report: dict) -> List[str]:
+    """Which kinds of points each run has, where there was more than one."""
+    kinds: Dict[int, List[str]] = {}
+    for point in report["points"].values():
+        names = kinds.setdefault(point.get("run", 0), [])
+        names += [point["kind"]] if point["kind"] not in names else []
+    runs = [(report["runs"][number], kinds[number]) for number in sorted(kinds)] if len(kinds) > 1 else []
+    return ["", *(f"- Run of {run['date'].replace('T', ' ')[:16]}, SGLang {run['sglang']}: {', '.join(names)}." for run, names in runs)] if runs else []
 
 
 def failures(failed: Dict[str, str]) -> Dict[str, str]:

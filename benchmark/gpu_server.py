@@ -53,7 +53,7 @@ def compare(said: list[dict], reference: list[dict]) -> dict:
                 break
             distances.append(abs(logprob - other_logprob))
     return {"answers": len(said), "same_tokens": same_tokens, "bit_equal": said == reference,
-            "logprob_distance_max": max(distances), "logprob_distance_mean": sum(distances) / len(distances)}
+            "logprob_distance_max": max(distances, default=None), "logprob_distance_mean": sum(distances) / len(distances) if distances else None}
 
 
 def versions() -> dict:

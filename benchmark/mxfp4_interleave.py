@@ -5,6 +5,7 @@ mega kernel's shapes need it; the benchmark's exact checks would show a code tha
 (this folder on PYTHONPATH) it is so for a whole test run, and with ``mxfp4_interleave_plugin`` on PYTHONPATH too for a server's processes.
 """
 
+import sys
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,6 +13,7 @@ import torch
 # Bit 3 of each of eight 4-bit codes in a 32-bit word is its sign. The signs of the lower four go up, those of the upper four down.
 SIGN_MOVES = ((0, 4), (1, 8), (2, 12), (3, 16), (4, -16), (5, -12), (6, -8), (7, -4))
 WITHOUT_SIGNS = 0x77777777
+SAYS = "FlashInfer interleaves packed 4-bit weights in torch"
 
 
 def interleave(codes: torch.Tensor) -> torch.Tensor:
@@ -42,6 +44,7 @@ def register() -> None:
     from flashinfer.fused_moe import core
 
     core.get_cutlass_fused_moe_module = lambda *_, **__: _Module
+    print(SAYS, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -290,15 +290,16 @@ def test_captured_graphs_of_changing_sizes_replay_with_new_inputs():
         assert_right(results[tokens], inputs[tokens])
 
 
-@pytest.mark.parametrize("config", [config for config in CONFIGS if config.world_size > 2], ids=str)
+@pytest.mark.parametrize("config", [config for config in CONFIGS if config.world_size > 3], ids=str)
 def test_the_default_turns_from_one_shot_to_two_shot_and_back(config):
-    """For longer than tags last; a region keeps packets while the other one is used."""
-    most = one_shot_tokens(config.hidden, config.world_size, MAX_TOKENS)
-    sizes = sorted({1, most, min(most + 1, MAX_TOKENS)})
-    group, inputs = Group(config), {tokens: make_inputs(config, tokens, tokens) for tokens in sizes}
-    for number in range(90):
-        tokens = sizes[0] if number < 70 and number % 35 else sizes[number % len(sizes)]
-        assert_right(group.run(inputs[tokens]), inputs[tokens])
+    """A region keeps its packets while the other one is used, here for as many launches as tags tell apart."""
+    most = one_shot_tokens(config.hidden, config.world_size)
+    regimes = [choose_launch(tokens, config.hidden, config.world_size, 132).two_shot for tokens in (1, most, most + 1)]
+    assert regimes == [False, False, True]
+    group = Group(config, most + 1)
+    for number in range(130):
+        inputs = make_inputs(config, most + 1 if number % 64 == 0 else most if number % 64 == 1 else 1, seed=number)
+        assert_right(group.run(inputs), inputs)
 
 
 def test_refusals_name_the_condition():

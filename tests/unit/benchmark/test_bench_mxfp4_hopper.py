@@ -64,6 +64,24 @@ def test_what_is_there_is_not_measured_again(run, monkeypatch):
     assert again["points"] == first["points"]
 
 
+def test_a_file_says_which_run_found_what_and_takes_no_other_kind(bench, run, monkeypatch):
+    run(minutes=0.0)
+    monkeypatch.setattr(bench, "version_of", lambda module: "another" if module == "cutlass" else "not installed")
+    with pytest.raises(SystemExit, match="another kind of run, with another cutlass_dsl"):
+        run("--resume")
+    monkeypatch.undo()
+
+
+def test_points_of_a_second_run_are_told_apart(run, tmp_path):
+    first, _ = run()
+    kept = {**first, "points": {key: point for key, point in first["points"].items() if point["kind"] != "timed"}}
+    (tmp_path / "found.json").write_text(json.dumps(kept))
+    report, page = run("--resume")
+    assert [len(report["runs"]), {point["run"] for point in report["points"].values()}] == [2, {0, 1}]
+    assert all((point["run"] == 1) == (point["kind"] == "timed") for point in report["points"].values())
+    assert page.count("- Run of ") == 2 and ": timed." in page
+
+
 def test_it_ends_in_time_and_goes_on_later(run):
     report, page = run(minutes=0.0)
     assert report["points"] == {} and report["left"] == 21 and "Exact checks: none yet." in page

@@ -72,7 +72,7 @@ SAID = {"alone": ANSWERS, "together": ANSWERS, "again": ANSWERS}
 def seen(script, arm, mean=0.1, steps=4):
     in_graphs = 0 if arm == script.EAGER else steps
     says = ["they do"] if arm in (script.OWN, script.EAGER) else []
-    return {"says": says, "decode_steps": steps, "decode_steps_in_graphs": in_graphs, "to_float32": {"mean": mean}}
+    return {"says": says, "interleaves": False, "decode_steps": steps, "decode_steps_in_graphs": in_graphs, "to_float32": {"mean": mean}}
 
 
 def test_nothing_is_wrong_with_a_run_that_holds(script):
@@ -92,6 +92,9 @@ def test_each_check_can_fail(script):
     assert wrong({script.OWN: {"says": []}}) == ["mega kernel: its log does not say that the experts run in the mega kernel"]
     assert wrong({script.FP8: {"says": ["x"]}}) == ["triton FP8: its log says that the experts run in the mega kernel"]
     assert wrong({script.OWN: {"decode_steps_in_graphs": 3}}) == ["mega kernel: 3 of 4 decode steps ran in CUDA graphs"]
+    assert wrong({script.FP8: {"interleaves": True}}) == ["triton FP8: weights were interleaved in torch"]
+    unsaid = script.wrong(arms, said, in_torch=True)
+    assert unsaid == [f"{arm}: weights were not interleaved in torch" for arm in (script.OWN, script.EAGER)]
     assert wrong({script.EAGER: {"decode_steps": 0}}) == ["eager: 0 of 0 decode steps ran in CUDA graphs"]
     assert wrong({script.OWN: {"to_float32": {"mean": 0.126}}}) == ["logprobs are farther from float32 than those of triton FP8"]
     assert wrong(own=other) == ["mega kernel: the same batch has other answers the second time", "the answers with CUDA graphs are not those without"]
@@ -99,8 +102,8 @@ def test_each_check_can_fail(script):
 
 
 def test_a_log_is_counted(script):
-    log = f"{script.SAYS} for SM90\nDecode batch, cuda graph: True\nDecode batch, cuda graph: False\n"
-    assert script.look_at_log(log) == {"says": [f"{script.SAYS} for SM90"], "decode_steps": 2, "decode_steps_in_graphs": 1}
+    log = f"{script.INTERLEAVES}\n{script.SAYS} for SM90\nDecode batch, cuda graph: True\nDecode batch, cuda graph: False\n"
+    assert script.look_at_log(log) == {"says": [f"{script.SAYS} for SM90"], "interleaves": True, "decode_steps": 2, "decode_steps_in_graphs": 1}
     assert script.distance(ANSWERS, [[-0.5, -0.5]]) == {"tokens": 2, "mean": 0.125, "max": 0.25}
     assert max(script.LONG_PROMPT) < 1024 and len(script.LONG_PROMPT) > 1024
 

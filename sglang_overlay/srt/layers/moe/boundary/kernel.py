@@ -160,7 +160,7 @@ def choose_launch(num_tokens: int, hidden: int, world_size: int, multiprocessors
 
     The regime is that of ``one_shot_tokens``.
     """
-    two_shot = num_tokens > one_shot_tokens(hidden, world_size, num_tokens)
+    two_shot = num_tokens > one_shot_tokens(hidden, world_size)
     cluster = next((c for c in (8, 4, 2) if c * num_tokens <= multiprocessors), 2)
     resident = multiprocessors * (THREADS_PER_MULTIPROCESSOR // _threads(hidden, cluster)) // cluster
     turns = -(-num_tokens // max(1, resident))

@@ -19,24 +19,26 @@ from .module import Config, load
 # cache SGLang has one rank compile DeepGEMM kernels inside a forward, which takes 10 to 20 minutes by its own account.
 TIMEOUT_S = 1800.0
 
-# One-shot launches may send this much more than two-shot ones would: what the link carries during the second hop that they
-# save, some 1.4 us at 381 GB/s. Reckoned from two H200s; with more GPUs not measured.
-HOP_BYTES = 512 * 1024
-ALIGNMENT = 256
+# One-shot launches may send this much more than two-shot ones would: what the link carries (381 GB/s) during the second hop
+# that they save, about 1.0 us by SGLang's kernel on two H200s (benchmark/results/boundary_h200.json, two-shot less one-shot up
+# to 16 tokens). With more GPUs not measured.
+HOP_BYTES = 384 * 1024
+UNLIMITED = 2**31 - 1
+ALIGNMENT = 256  # as cudaMalloc's own
 
 
 class PlaneUnavailable(RuntimeError):
     """Some rank could not set up its part of the plane; raised on every rank."""
 
 
-def one_shot_tokens(hidden: int, world_size: int, max_tokens: int) -> int:
-    """Up to how many of ``max_tokens`` tokens every rank sends its part to every other one.
+def one_shot_tokens(hidden: int, world_size: int) -> int:
+    """Up to how many tokens every rank sends its part to every other one; beyond, one rank reduces a token and sends the sum.
 
-    A rank sends ``world_size - 1`` rows a token so, ``2 (world_size - 1) / world_size`` where tokens are reduced by one rank
-    each and sent back: the same number at two ranks. A row's packets have 2 bytes an element.
+    The former is ``world_size - 1`` rows a token and rank, the latter ``2 (world_size - 1) / world_size``: the same at two
+    ranks. A row's packets have 2 bytes an element.
     """
     more = 2 * hidden * (world_size - 1) * (world_size - 2)  # bytes a token, times world_size
-    return min(max_tokens, HOP_BYTES * world_size // more) if more else max_tokens
+    return HOP_BYTES * world_size // more if more else UNLIMITED
 
 
 class Region(NamedTuple):
@@ -84,8 +86,8 @@ class ExchangePlane:
 
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rows is None:
-            one_shot = one_shot_tokens(config.hidden, config.world_size, max_tokens)
-            rows = one_shot, max_tokens if one_shot < max_tokens else 0
+            one_shot = one_shot_tokens(config.hidden, config.world_size)
+            rows = min(one_shot, max_tokens), max_tokens if one_shot < max_tokens else 0
         own, refusal = _attempt(lambda: _Part.allocate(config, rows))
         offers = _all_gather((own and own.offer, refusal), group, world_size)
         pointers = None

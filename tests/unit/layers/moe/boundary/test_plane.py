@@ -2,15 +2,17 @@
 
 import sys
 import threading
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module
+from sglang_overlay.srt.layers.moe.boundary.kernel import choose_launch
 from sglang_overlay.srt.layers.moe.boundary.links import nvlink_unmet
 from sglang_overlay.srt.layers.moe.boundary.module import Config
-from sglang_overlay.srt.layers.moe.boundary.plane import HOP_BYTES, ExchangePlane, PlaneUnavailable, one_shot_tokens
+from sglang_overlay.srt.layers.moe.boundary.plane import HOP_BYTES, UNLIMITED, ExchangePlane, PlaneUnavailable, one_shot_tokens
 
 RANKS = 2
 CONFIG = Config(RANKS, 7168, 8, torch.bfloat16, torch.float32)
@@ -107,22 +109,32 @@ def test_more_ranks_have_a_region_of_each_regime_one_behind_the_other(run):
     memory, eight = Memory(), CONFIG._replace(world_size=8)
     for plane in run(memory, lambda: create(eight)):
         one_shot, two_shot = plane.regions
-        assert (one_shot.max_tokens, two_shot.max_tokens) == (6, 64)
-        assert (two_shot.pointers - one_shot.pointers).tolist() == [6144] * RANKS  # 6 rows of 1000 bytes, up to a multiple of 256
-    assert memory.sizes == [6144 + 64_000] * RANKS
+        assert (one_shot.max_tokens, two_shot.max_tokens) == (5, 64)
+        assert (two_shot.pointers - one_shot.pointers).tolist() == [5120] * RANKS  # 5 rows of 1000 bytes, up to a multiple of 256
+    assert memory.sizes == [5120 + 64_000] * RANKS
     assert [region.max_tokens for region in run(memory, lambda: create(eight, rows=(64, 64)))[0].regions] == [64, 64]
 
 
 @pytest.mark.parametrize("hidden", [512, 4096, 7168, 8192])
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_one_shot_sends_at_most_what_a_hop_is_worth_more_than_two_shot(hidden, world_size):
-    most = one_shot_tokens(hidden, world_size, 4096)
-    assert 1 <= most <= 4096 and one_shot_tokens(hidden, world_size, 3) == min(most, 3)
+    most = one_shot_tokens(hidden, world_size)
+    assert most >= 1 and (most == UNLIMITED) == (world_size == 2)
 
     def more(tokens):
-        return tokens * 2 * hidden * ((world_size - 1) - 2 * (world_size - 1) / world_size)
+        return tokens * 2 * hidden * ((world_size - 1) - Fraction(2 * (world_size - 1), world_size))
 
-    assert more(most) <= HOP_BYTES and (most == 4096 or more(most + 1) > HOP_BYTES)
+    assert more(most) <= HOP_BYTES and (most == UNLIMITED or more(most + 1) > HOP_BYTES)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 64, 512])
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_a_plane_has_room_for_every_launch_that_is_chosen(run, world_size, max_tokens):
+    config = CONFIG._replace(world_size=world_size)
+    regions = run(Memory(), lambda: ExchangePlane.create("group", config, max_tokens))[0].regions
+    for tokens in range(1, max_tokens + 1):
+        launch = choose_launch(tokens, config.hidden, world_size, 132)
+        assert tokens <= regions[launch.two_shot].max_tokens
 
 
 def test_memory_is_freed_once_every_rank_has_unmapped_it(run):
