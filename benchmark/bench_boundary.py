@@ -62,7 +62,7 @@ import torch.multiprocessing  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from policy_from_results import policy_table  # noqa: E402
-from gpu import copy_bandwidth, driver_version, elapsed_us, gpus_or_exit, relative_error, time_limit  # noqa: E402
+from gpu import copy_bandwidth, driver_version, elapsed_us, gpus_or_exit, poison_free_memory, relative_error, time_limit  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import choose_launch, fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
@@ -378,13 +378,6 @@ def measure(case: Case, ways: Ways, args: argparse.Namespace, report: dict) -> d
                 times[name].append(timed_replay(graphs[name]))
     us = median_over_ranks({name: found[1:] for name, found in times.items()})
     return {**case._asdict(), "us": {name: us[name] for name in runs}, "error": errors, "repeatable": repeatable}
-
-
-def poison_free_memory(like: torch.Tensor) -> None:
-    """Fill what the allocator hands out next with NaN, so that an element never written shows."""
-    blocks = [torch.full_like(like, float("nan")) for _ in range(20)]
-    torch.cuda.synchronize()
-    del blocks
 
 
 def exact_boundary(inputs: Inputs) -> Boundary:

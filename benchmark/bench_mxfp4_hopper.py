@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "ci"), str(ROOT / "tests" / "oracles")]
 import mxfp4_moe  # noqa: E402
 import mxfp4_peers  # noqa: E402
-from gpu import driver_version, elapsed_us, relative_error, time_limit  # noqa: E402
+from gpu import driver_version, elapsed_us, poison_free_memory, relative_error, time_limit  # noqa: E402
 from mxfp4_interleave import interleaving_in_torch  # noqa: E402
 from mxfp4_moe import Shape  # noqa: E402
 from sglang_overlay.srt.layers.moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts  # noqa: E402
@@ -447,14 +447,6 @@ def timed(replay: Callable[[], None], device: str) -> float:
     start = time.perf_counter()
     replay()
     return (time.perf_counter() - start) * 1e6
-
-
-def poison_free_memory(like: torch.Tensor) -> None:
-    """Fill what the allocator hands out next with NaN, so that an element never written shows."""
-    blocks = [torch.full_like(like, float("nan")) for _ in range(20)]
-    if like.is_cuda:
-        torch.cuda.synchronize()
-    del blocks
 
 
 def describe(args: argparse.Namespace, device: str) -> dict:

@@ -27,7 +27,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
-from gpu import driver_version, elapsed_us, gpus_or_exit, relative_error  # noqa: E402
+from gpu import driver_version, elapsed_us, gpus_or_exit, poison_free_memory, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary import kernel  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import SOURCE, Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane, region_sizes, regions_at  # noqa: E402
@@ -159,13 +159,6 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         run()
     return graph
-
-
-def poison_free_memory(like: torch.Tensor) -> None:
-    """Fill what the allocator hands out next with NaN, so that an element never written shows."""
-    blocks = [torch.full_like(like, float("nan")) for _ in range(40)]
-    torch.cuda.synchronize()
-    del blocks
 
 
 def describe(args: argparse.Namespace) -> dict:
