@@ -62,7 +62,9 @@ import torch.multiprocessing  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from policy_from_results import policy_table  # noqa: E402
-from gpu import copy_bandwidth, driver_version, elapsed_us, gpus_or_exit, poison_free_memory, relative_error, time_limit  # noqa: E402
+from gpu import (  # noqa: E402
+    copy_bandwidth, driver_version, elapsed_us, exact_finalize, exact_norm, gpus_or_exit, poison_free_memory, relative_error, time_limit,
+)
 from sglang_overlay.srt.layers.moe.boundary.kernel import choose_launch, fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane  # noqa: E402
@@ -381,13 +383,10 @@ def measure(case: Case, ways: Ways, args: argparse.Namespace, report: dict) -> d
 
 
 def exact_boundary(inputs: Inputs) -> Boundary:
-    bundle = inputs.bundle
-    rows = bundle.gemm2_out[bundle.expanded_idx_to_permuted_idx.long()].double()
-    part = (rows * bundle.expert_weights[..., None].double()).sum(1) + bundle.shared_output.double()
+    part = exact_finalize(inputs.bundle)
     dist.all_reduce(part)
     residual = part + inputs.residual.double()
-    norm = residual * torch.rsqrt((residual * residual).mean(-1, keepdim=True) + EPS) * inputs.gamma.double()
-    return norm, residual
+    return exact_norm(residual, inputs.gamma, EPS), residual
 
 
 def same_on_all_ranks(results: List[torch.Tensor]) -> bool:

@@ -39,7 +39,7 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu import copy_bandwidth, driver_version, elapsed_us, host_us, relative_error  # noqa: E402
+from gpu import copy_bandwidth, driver_version, elapsed_us, exact_finalize, host_us, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput  # noqa: E402
 from sglang_overlay.srt.layers.moe.finalize_kernel import finalize_cuda  # noqa: E402
 
@@ -162,9 +162,7 @@ def make_bundle(case: Case) -> DeferredMoeOutput:
 
 def error(run: Finalize, output: DeferredMoeOutput) -> float:
     """``||result - exact|| / ||exact||``, exact in float64."""
-    rows = output.gemm2_out[output.expanded_idx_to_permuted_idx.long()].double()
-    exact = (rows * output.expert_weights[..., None].double()).sum(1) + output.shared_output.double()
-    return relative_error(run(output), exact)
+    return relative_error(run(output), exact_finalize(output))
 
 
 class Captured:

@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "ci"), str(ROOT / "tests" / "oracles")]
 import mxfp4_moe  # noqa: E402
 import mxfp4_peers  # noqa: E402
-from gpu import driver_version, elapsed_us, poison_free_memory, relative_error, time_limit  # noqa: E402
+from gpu import driver_version, elapsed_us, poison_free_memory, relative_error, sglang_version_in, time_limit  # noqa: E402
 from mxfp4_interleave import interleaving_in_torch  # noqa: E402
 from mxfp4_moe import Shape  # noqa: E402
 from sglang_overlay.srt.layers.moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts  # noqa: E402
@@ -464,7 +464,7 @@ def describe(args: argparse.Namespace, device: str) -> dict:
         "python": platform.python_version(),
         "flashinfer": version_of("flashinfer"),
         "cutlass_dsl": version_of("cutlass"),
-        "sglang": sglang_version(args.sglang),
+        "sglang": sglang_version_in(args.sglang),
         "interleaved_in_torch": args.interleave_in_torch,
         "calls_per_graph": CALLS,
         "rounds": args.rounds,
@@ -475,13 +475,6 @@ def describe(args: argparse.Namespace, device: str) -> dict:
         "runs": [],
         "left": None,
     }
-
-
-def sglang_version(tree: Optional[Path]) -> str:
-    """Of the package in a folder, by the name of its metadata, which pip leaves beside it."""
-    if tree is None:
-        return "not run"
-    return next((folder.stem.split("-")[1] for folder in sorted(tree.glob("sglang-*.dist-info"))), "of unknown version")
 
 
 def version_of(module: str) -> str:

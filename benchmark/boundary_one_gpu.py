@@ -12,7 +12,6 @@ poisoned with NaN before.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import platform
 import shlex
@@ -27,9 +26,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
-from gpu import driver_version, elapsed_us, gpus_or_exit, poison_free_memory, relative_error  # noqa: E402
+from gpu import driver_version, elapsed_us, exact_finalize, exact_norm, gpus_or_exit, poison_free_memory, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary import kernel  # noqa: E402
-from sglang_overlay.srt.layers.moe.boundary.module import SOURCE, Config  # noqa: E402
+from sglang_overlay.srt.layers.moe.boundary.module import SOURCE, Config, build  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane, region_sizes, regions_at  # noqa: E402
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput  # noqa: E402
 
@@ -49,12 +48,7 @@ class Version:
     """One source of the kernel, with a plane for each rank."""
 
     def __init__(self, source: Path, config: Config, multiprocessors: int, max_tokens: int) -> None:
-        import tvm_ffi.cpp
-
-        digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
-        name = f"moe_boundary_{digest}_w{config.world_size}_h{config.hidden}_k{config.top_k}_bf16_f32"
-        self.module = tvm_ffi.cpp.load(name, cuda_files=[str(source)], extra_cuda_cflags=config.flags)
-        self.module.prepare()
+        self.module = build(config, source)
         rows = (max_tokens, max_tokens)
         sizes = region_sizes(self.module, rows)
         regions = regions_at([self.module.plane_allocate(sum(sizes)) for _ in range(config.world_size)], sizes, rows)
@@ -128,11 +122,8 @@ def make_inputs(config: Config, tokens: int) -> Inputs:
 
 
 def exact_boundary(inputs: Inputs) -> Tuple[torch.Tensor, torch.Tensor]:
-    total = inputs.residual.double()
-    for bundle in inputs.bundles:
-        rows = bundle.gemm2_out[bundle.expanded_idx_to_permuted_idx.long()].double() * bundle.expert_weights.double()[..., None]
-        total = total + rows.sum(1) * bundle.routed_scaling_factor + bundle.shared_output.double()
-    return total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * inputs.gamma.double(), total
+    total = inputs.residual.double() + sum(map(exact_finalize, inputs.bundles))
+    return exact_norm(total, inputs.gamma, EPS), total
 
 
 def measure(versions: Dict[str, Version], inputs: Inputs, launch: kernel.Launch, rounds: int) -> dict:

@@ -8,7 +8,8 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
-from typing import Callable, Iterator
+from pathlib import Path
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 
@@ -49,6 +50,24 @@ def poison_free_memory(like: torch.Tensor) -> None:
     if like.is_cuda:
         torch.cuda.synchronize()
     del blocks
+
+
+def exact_finalize(bundle: Any) -> torch.Tensor:
+    """``[T, H]`` float64: a ``DeferredMoeOutput`` that has a row for every pair, and a shared expert, finalized."""
+    rows = bundle.gemm2_out[bundle.expanded_idx_to_permuted_idx.long()].double()
+    return (rows * bundle.expert_weights[..., None].double()).sum(1) * bundle.routed_scaling_factor + bundle.shared_output.double()
+
+
+def exact_norm(total: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of float64 rows."""
+    return total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * gamma.double()
+
+
+def sglang_version_in(tree: Optional[Path]) -> str:
+    """Of the package in a folder, by the name of its metadata, which pip leaves beside it."""
+    if tree is None:
+        return "not run"
+    return next((folder.stem.split("-")[1] for folder in sorted(tree.glob("sglang-*.dist-info"))), "of unknown version")
 
 
 def driver_version() -> str:

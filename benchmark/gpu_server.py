@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
 
@@ -25,11 +26,14 @@ NEW_TOKENS = 32
 
 @dataclass(frozen=True)
 class GpuConfiguration(Configuration):
-    """A configuration served on GPUs."""
+    """A configuration served on GPUs, with SGLang plugins from these folders."""
+
+    plugins: Sequence[Path] = ()
 
     def environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_") or "SKIP" in name}
-        path = os.pathsep.join([str(Path(self.tree).resolve()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = os.pathsep.join([str(Path(self.tree).resolve()), *inherited, *map(str, self.plugins)])
         return {**kept, **MULTICAST_OFF, "PYTHONPATH": path, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", **self.flags}
 
     def command(self, port: int) -> list[str]:

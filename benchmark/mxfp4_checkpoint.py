@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "tests" / "oracles")]
+import fp8_moe  # noqa: E402
 import mxfp4_moe  # noqa: E402
 from cpu_serving.checkpoint import Shape  # noqa: E402
 from cpu_serving.fp8_checkpoint import BLOCK, make_fp8_checkpoint  # noqa: E402
@@ -66,8 +67,7 @@ def _plain(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     found = {}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float8_e4m3fn:
-            scale = tensors[name + SCALE].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-            found[name] = (tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
+            found[name] = fp8_moe.dequantised_weight(tensor[None], tensors[name + SCALE][None], BLOCK)[0].bfloat16()
         elif tensor.dtype != torch.int8 and not name.endswith(SCALE):
             found[name] = tensor
     return found

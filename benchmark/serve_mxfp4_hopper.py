@@ -19,18 +19,19 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Dict, List
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "benchmark")]
 from cpu_serving.server import Server, serve  # noqa: E402
+from boundary_checks import errors  # noqa: E402
+from gpu import sglang_version_in  # noqa: E402
 from gpu_server import NEW_TOKENS, GpuConfiguration, compare, prompts, versions  # noqa: E402
 from mxfp4_checkpoint import make_mxfp4_checkpoint  # noqa: E402
 from mxfp4_interleave import SAYS as INTERLEAVES  # noqa: E402
@@ -51,17 +52,9 @@ COMMON = ("--mem-fraction-static", "0.9", "--max-total-tokens", "16384", "--deco
 FLAGS = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 SAYS = "MXFP4 experts run in FlashInfer's mega kernel"
 LONG_PROMPT = [(29 * place) % 1000 + 2 for place in range(1500)]
+IN_TORCH = (ROOT / "benchmark", ROOT / "benchmark" / "mxfp4_interleave_plugin")  # the module, and what names it to SGLang
 FARTHEST = 1.25
 PACKAGES = ("flashinfer-python", "sglang-kernel", "transformers", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-
-
-@dataclass(frozen=True)
-class InterleavingInTorch(GpuConfiguration):
-    """A configuration whose server has the plugin."""
-
-    def environment(self) -> Dict[str, str]:
-        environment, folder = super().environment(), ROOT / "benchmark"
-        return {**environment, "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(folder), str(folder / "mxfp4_interleave_plugin")])}
 
 
 def main() -> int:
@@ -102,9 +95,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def versions_in(tree: Path) -> Dict[str, str]:
     """Of the SGLang in a folder, by the name of its metadata, which pip leaves beside it, and of packages installed."""
-    from bench_mxfp4_hopper import sglang_version
-
-    return {"sglang": sglang_version(tree), **{name: installed(name) for name in PACKAGES}}
+    return {"sglang": sglang_version_in(tree), **{name: installed(name) for name in PACKAGES}}
 
 
 def installed(name: str) -> str:
@@ -121,9 +112,9 @@ def asked() -> List[List[int]]:
 def observe(arm: str, args: argparse.Namespace, model: Path, stack: ExitStack) -> tuple:
     """What one arm's server answers, and what its log says; the server goes on until ``stack`` ends, so that all run at once."""
     flags, arguments = ARMS[arm]
-    kind = InterleavingInTorch if args.interleave_in_torch and flags[FLAG] == "1" else GpuConfiguration
+    plugins = IN_TORCH if args.interleave_in_torch and flags[FLAG] == "1" else ()
     log = Path(tempfile.gettempdir()) / f"serve-mxfp4-{arm.replace(' ', '-')}.log"
-    configuration = kind(args.tree, model, 1, {**FLAGS, **flags}, (*COMMON, *arguments))
+    configuration = GpuConfiguration(args.tree, model, 1, {**FLAGS, **flags}, (*COMMON, *arguments), plugins=plugins)
     server = stack.enter_context(serve(configuration, log, start_limit=args.start_limit))
     return answers_of(server), look_at_log(log.read_text(errors="replace"))
 
@@ -143,7 +134,7 @@ def look_at_log(text: str) -> dict:
 
 def distance(answers: List[dict], exact: List[List[float]]) -> dict:
     """Between an arm's logprobs of its own tokens and float32's of the same."""
-    apart = [abs(a - b) for one, truth in zip(answers, exact) for a, b in zip(one["logprobs"], truth)]
+    apart = [error for one, truth in zip(answers, exact) for error in errors({**one, "float32": truth})]
     return {"tokens": len(apart), "mean": sum(apart) / len(apart), "max": max(apart)}
 
 

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,15 +46,6 @@ ARMS = {
     "off, CUDA graphs": ("overlay", True, "off", (), "stock, CUDA graphs", None),
     "auto, CUDA graphs": ("overlay", True, None, (), None, None),
 }
-
-
-@dataclass(frozen=True)
-class Recording(GpuConfiguration):
-    """A configuration whose server has the plugin."""
-
-    def environment(self) -> dict[str, str]:
-        environment = super().environment()
-        return {**environment, "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(PLUGIN)])}
 
 
 def observe(configuration: GpuConfiguration, log: Path, start_limit: float) -> list[dict]:
@@ -120,7 +109,7 @@ def run_arm(name: str, arguments: argparse.Namespace, models: dict, said: dict) 
     tree, declared, flag, options, reference, powers = ARMS[name]
     folder = Path(tempfile.mkdtemp(prefix="gemm-scales-"))
     flags = {**COMMON, **({FLAG: flag} if flag else {}), **({FOLDER: str(folder)} if powers is not None else {})}
-    configuration = Recording(getattr(arguments, tree), models[declared], 1, flags, options)
+    configuration = GpuConfiguration(getattr(arguments, tree), models[declared], 1, flags, options, plugins=[PLUGIN])
     log = Path(tempfile.gettempdir()) / f"serve-ue8m0-{name.replace(' ', '-').replace(',', '')}.log"
     try:
         said[name] = observe(configuration, log, arguments.start_limit)

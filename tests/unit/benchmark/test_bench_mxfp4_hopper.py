@@ -69,7 +69,6 @@ def test_a_file_says_which_run_found_what_and_takes_no_other_kind(bench, run, mo
     monkeypatch.setattr(bench, "version_of", lambda module: "another" if module == "cutlass" else "not installed")
     with pytest.raises(SystemExit, match="another kind of run, with another cutlass_dsl"):
         run("--resume")
-    monkeypatch.undo()
 
 
 def test_points_of_a_second_run_are_told_apart(run, tmp_path):

@@ -51,7 +51,7 @@ def test_the_reference_reads_the_plain_one(made, benchmark_module):
 
 
 def test_servers_find_the_plugin(benchmark_module, script, monkeypatch):
-    configuration = script.InterleavingInTorch("tree", "model", 1, {})
+    configuration = script.GpuConfiguration("tree", "model", 1, {}, plugins=script.IN_TORCH)
     for folder in configuration.environment()["PYTHONPATH"].split(":")[-2:]:
         monkeypatch.syspath_prepend(folder)
     (point,) = [point for point in importlib.metadata.entry_points(group="sglang.srt.plugins") if point.name == "mxfp4_interleave"]

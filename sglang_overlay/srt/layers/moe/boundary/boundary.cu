@@ -242,8 +242,8 @@ struct Inputs {
   int num_tokens;
 };
 
-// A region of a rank's plane, for launches of one regime: partials [2][WORLD_SIZE][max_tokens][kPackets], reduced [2][max_tokens][kPackets], both of 16-byte
-// packets, then uses [max_tokens] and the launch counter, both of 4 bytes.
+// A region of a rank's plane, for launches of one regime: partials [2][WORLD_SIZE][max_tokens][kPackets], reduced
+// [2][max_tokens][kPackets], both of 16-byte packets, then uses [max_tokens] and the launch counter, both of 4 bytes.
 struct Plane {
   uint4* base[WORLD_SIZE];
   int rank, max_tokens;

@@ -52,19 +52,25 @@ def load(config: Config) -> Any:
     Raises:
         RuntimeError: the compiler is missing or fails; the message holds its output.
     """
+    module = build(config, SOURCE)
+    _LOADED.add(config)
+    return module
+
+
+def build(config: Config, source: Path) -> Any:
+    """As ``load``, of any version of ``boundary.cu``, anew with each call."""
     import tvm_ffi.cpp
 
     name = "moe_boundary_{}_w{}_h{}_k{}_{}_{}".format(
-        hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12],
+        hashlib.sha256(source.read_bytes()).hexdigest()[:12],
         config.world_size,
         config.hidden,
         config.top_k,
         _short(config.activation),
         _short(config.weight),
     )
-    module = tvm_ffi.cpp.load(name, cuda_files=[str(SOURCE)], extra_cuda_cflags=config.flags)
+    module = tvm_ffi.cpp.load(name, cuda_files=[str(source)], extra_cuda_cflags=config.flags)
     module.prepare()
-    _LOADED.add(config)
     return module
 
 
