@@ -16,6 +16,12 @@ The ways:
 * sglang, sglang one-shot, sglang two-shot: ``moe_finalize_all_reduce_residual_norm`` of SGLang 0.5.23 as its own
   policy launches it, and in either regime; up to 384 tokens, the most that SGLang itself calls it with.
 
+On one GPU there is nothing to reduce, and the ways are:
+
+* fused: the overlay's kernel, as one rank compiles it.
+* separate: the overlay's finalize, then FlashInfer's fused_add_rmsnorm with PDL, which adds into the residual in place.
+* sglang: SGLang's ``moe_finalize_fuse_shared``, then the same.
+
 What is timed. For each (H, K, T) one CUDA graph per way holds 20 calls back to back on the same inputs; a time is the
 replay's, between two events, over 20, the larger of the ranks'. The replay is queued behind an all-reduce, whose end
 sets the ranks off together. The ways take turns within each round, in changing order; figures are medians over the
@@ -29,8 +35,8 @@ command with ``--resume`` goes on without it.
 ``--policy FILE`` also writes the points as the table that ``auto`` goes by; how: ``policy_from_results.py``, which makes
 the same of a JSON.
 
-The bound of a point: the time of an empty exchange (the overlay's kernel on one token that has no expert), plus the
-longer of the bytes that cross the link over the link's measured rate and the bytes of the GPU's memory over its own.
+The bound of a point: the time of an empty exchange (the overlay's kernel on one token that has no expert; on one GPU a
+launch and a norm), plus the longer of the bytes that cross the link over the link's measured rate and the bytes of the GPU's memory over its own.
 It is a yardstick, not a floor: the first part is the kernel's own, and what the 20 calls find in the L2 cache (inputs
 of up to some 200 tokens fit) comes faster than from memory.
 """
@@ -99,7 +105,7 @@ class Inputs(NamedTuple):
 
 def main() -> None:
     args = parse_arguments()
-    world_size = gpus_or_exit(2)
+    world_size = gpus_or_exit(1)
     source = str(args.json or args.policy)
     with tempfile.TemporaryDirectory() as scratch:
         args.json = args.json or Path(scratch) / "boundary.json"
@@ -118,8 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where to write the results; the tables go beside it as .md")
     parser.add_argument(
         "--policy", type=Path,
-        help="also write the points as a table for SGLANG_MOE_FINALIZE_POLICY; stock's time there is that of separate, a lower "
-        "bound (stock's finalize is no faster, its fused all-reduce + norm is the same)",
+        help="also write the points as a table for SGLANG_MOE_FINALIZE_POLICY; what stands for stock's time there: policy_from_results.py",
     )
     parser.add_argument("--rounds", type=int, default=30, help="replays per way and point (default: 30)")
     parser.add_argument("--resume", action="store_true", help="keep the points that --json already holds")
@@ -140,7 +145,7 @@ def run_rank(rank: int, world_size: int, args: argparse.Namespace, hidden: int) 
         sys.path.insert(0, str(args.peer.resolve()))
     host_group = dist.new_group(backend="gloo")
     report = describe(args, world_size)
-    report["link_gb_per_s"], report["copy_gb_per_s"] = link_bandwidth(), copy_bandwidth(gibibytes=1)
+    report["link_gb_per_s"], report["copy_gb_per_s"] = link_bandwidth() if world_size > 1 else None, copy_bandwidth(gibibytes=1)
     report.update(earlier_results(args))
     done = {(point["hidden"], point["top_k"], point["tokens"]) for point in report["points"]}
     cases = [Case(hidden, k, t) for k in args.top_k for t in args.tokens if (hidden, k, t) not in done]
@@ -232,7 +237,7 @@ def bound_us(case: Case, world_size: int, empty_us: float, report: dict) -> floa
     link = row * 2 * (world_size - 1) / world_size  # two-shot's, the fewest; at two ranks one-shot's too
     # gemm2 rows, shared, residual, two results, packets out of and into the plane.
     memory = row * (case.top_k + 4) + 2 * link
-    return empty_us + max(link / report["link_gb_per_s"], memory / report["copy_gb_per_s"]) / 1e3
+    return empty_us + max(link / report["link_gb_per_s"] if link else 0, memory / report["copy_gb_per_s"]) / 1e3
 
 
 def make_inputs(case: Case) -> Inputs:
@@ -266,15 +271,20 @@ class Ways:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         config = Config(self.world_size, hidden, 8, torch.bfloat16, torch.float32)
         self.plane = ExchangePlane.create(host_group, config, max_tokens, timeout_s=4.0, rows=(max_tokens, max_tokens))
-        self.workspace = self.comm.create_allreduce_fusion_workspace(
-            backend="trtllm", world_size=self.world_size, rank=self.rank, max_token_num=2048, hidden_dim=hidden,
-            dtype=torch.bfloat16, group=dist.group.WORLD,
-        )
-        self.peer = load_peer(host_group) if with_peer else None
+        self.workspace = self.peer = None
+        if self.world_size > 1:
+            self.workspace = self.comm.create_allreduce_fusion_workspace(
+                backend="trtllm", world_size=self.world_size, rank=self.rank, max_token_num=2048, hidden_dim=hidden,
+                dtype=torch.bfloat16, group=dist.group.WORLD,
+            )
+        if with_peer:
+            self.peer = load_peer(host_group) if self.world_size > 1 else load_finalize()
 
     def of(self, inputs: Inputs) -> Dict[str, Callable[[], Boundary]]:
+        if self.world_size == 1:
+            return self.alone(inputs)
         ways = {
-            "fused": lambda: fused_boundary(self.plane, inputs.bundle, inputs.residual, inputs.gamma, EPS),
+            "fused": lambda: self.fused(inputs),
             "fused one-shot": lambda: self.fused_in(inputs, two_shot=False),
             "fused two-shot": lambda: self.fused_in(inputs, two_shot=True),
             "flashinfer": self.flashinfer(inputs),
@@ -286,6 +296,30 @@ class Ways:
             ways["sglang one-shot"] = lambda: self.sglang(inputs, two_shot=False)
             ways["sglang two-shot"] = lambda: self.sglang(inputs, two_shot=True)
         return ways
+
+    def alone(self, inputs: Inputs) -> Dict[str, Callable[[], Boundary]]:
+        """On one GPU."""
+        from flashinfer.norm import fused_add_rmsnorm
+
+        residual = inputs.residual.clone()
+
+        def add_and_norm(part: torch.Tensor) -> Boundary:
+            # Captured calls add into what the one before left, as stock does between its layers, where nothing is copied either.
+            if not torch.cuda.is_current_stream_capturing():
+                residual.copy_(inputs.residual)
+            fused_add_rmsnorm(part, residual, inputs.gamma, EPS, enable_pdl=True)
+            return part, residual
+
+        ways = {"fused": lambda: self.fused(inputs), "separate": lambda: add_and_norm(finalize_cuda(inputs.bundle))}
+        if self.peer:
+            bundle = inputs.bundle
+            ways["sglang"] = lambda: add_and_norm(self.peer(
+                bundle.gemm2_out, inputs.flat_index, bundle.expert_weights, bundle.shared_output, bundle.top_k, enable_pdl=True,
+            ))
+        return ways
+
+    def fused(self, inputs: Inputs) -> Boundary:
+        return fused_boundary(self.plane, inputs.bundle, inputs.residual, inputs.gamma, EPS)
 
     def fused_in(self, inputs: Inputs, two_shot: bool) -> Boundary:
         bundle, plane = inputs.bundle, self.plane
@@ -358,6 +392,13 @@ def load_peer(host_group):
     all_reduce_fusion.register_comm(plane.obj)
     all_reduce_fusion.plane_of_the_benchmark = plane  # kept alive with the module that uses it
     return all_reduce_fusion
+
+
+def load_finalize():
+    """SGLang's finalize, which adds the shared expert's output; compiled by SGLang's own JIT."""
+    from sglang.kernels.ops.moe.moe_finalize_fuse_shared import moe_finalize_fuse_shared
+
+    return moe_finalize_fuse_shared
 
 
 def measure(case: Case, ways: Ways, args: argparse.Namespace, report: dict) -> dict:
@@ -482,7 +523,7 @@ def render(report: dict) -> str:
         f"{report['nccl']}, FlashInfer {report['flashinfer']}, SGLang {report['sglang']}, Python {report['python']}.",
         f"`{report['command']}`; how: the docstring of `benchmark/bench_boundary.py`.",
         "",
-        f"Link {report['link_gb_per_s']:.0f} GB/s a direction, memory {report['copy_gb_per_s']:.0f} GB/s (copy).",
+        (f"Link {report['link_gb_per_s']:.0f} GB/s a direction, m" if report["link_gb_per_s"] else "M") + f"emory {report['copy_gb_per_s']:.0f} GB/s (copy).",
         "Microseconds per call, medians; ratio: fused / the fastest peer (below 1: fused is faster).",
         *(f"Hung and was left out: {way} at hidden {h}, top_k {k}, {t} tokens." for h, k, t, way in report["hung"]),
         "",

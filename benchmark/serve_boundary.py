@@ -1,4 +1,4 @@
-"""Serve a wide seeded DeepSeek-V3 on two GPUs by every way at the layer boundary: tokens, logprobs, decode speed, beside stock.
+"""Serve a wide seeded DeepSeek-V3 on two GPUs (or ``--tp`` of them) by every way at the layer boundary: tokens, logprobs, decode speed, beside stock.
 
     python benchmark/serve_boundary.py --overlay DIR [--stock DIR] --model DIR --policy FILE --out benchmark/results/serve_boundary_NAME.json
 

@@ -30,7 +30,11 @@ CONFIGS = [
     Config(4, 7168, 8, BF16, FP32),
     Config(5, 2048, 64, FP16, BF16),
     Config(8, 7168, 8, BF16, FP32),
+    Config(1, 7168, 8, BF16, FP32),
+    Config(1, 2048, 6, BF16, BF16),
+    Config(1, 1000, 11, FP16, FP32),
 ]
+TWO, ALONE = CONFIGS[0], CONFIGS[9]
 EPS = 1e-5
 MAX_TOKENS = 48
 # One rounding to the result's dtype, with room for the packets' 11 bits.
@@ -157,17 +161,18 @@ def test_every_rank_gets_one_rounding_of_the_exact_boundary(config, kind):
             assert_right(group.run(inputs, launch), inputs)
 
 
-def test_many_tokens_at_once_on_two_ranks():
-    config = CONFIGS[0]
+@pytest.mark.parametrize("config", [TWO, ALONE], ids=str)
+def test_many_tokens_at_once(config):
     group = Group(config, 512)
     for tokens, launch in ((33, Launch(False, 2, 33)), (300, Launch(False, 2, 30)), (512, Launch(True, 2, 32))):
         inputs = make_inputs(config, tokens, tokens)
         assert_right(group.run(inputs, launch), inputs)
 
 
-def test_results_repeat_to_the_bit_and_do_not_touch_their_inputs():
-    group = Group(CONFIGS[0])
-    inputs = make_inputs(CONFIGS[0], 7)
+@pytest.mark.parametrize("config", [TWO, ALONE], ids=str)
+def test_results_repeat_to_the_bit_and_do_not_touch_their_inputs(config):
+    group = Group(config)
+    inputs = make_inputs(config, 7)
     before = [[t.clone() for t in (i.bundle.gemm2_out, i.bundle.shared_output, i.residual)] for i in inputs]
     first = group.run(inputs)
     for _ in range(20):
@@ -178,7 +183,7 @@ def test_results_repeat_to_the_bit_and_do_not_touch_their_inputs():
 
 
 def test_changing_numbers_of_tokens_for_longer_than_tags_last():
-    config = CONFIGS[0]
+    config = TWO
     group = Group(config)
     sizes = [1, 4, 16, 2, 9, 48]
     inputs = {tokens: make_inputs(config, tokens, tokens) for tokens in sizes}
@@ -189,9 +194,9 @@ def test_changing_numbers_of_tokens_for_longer_than_tags_last():
         assert all(torch.equal(a, b) for x, y in zip(results, expected[tokens]) for a, b in zip(x, y)), number
 
 
+@pytest.mark.parametrize("config", [TWO, ALONE], ids=str)
 @pytest.mark.parametrize("two_shot", [False, True])
-def test_small_integers_come_out_exact(two_shot):
-    config = CONFIGS[0]
+def test_small_integers_come_out_exact(two_shot, config):
     inputs = []
     for made in make_inputs(config, 6, scale=config.top_k):
         bundle = made.bundle
@@ -211,10 +216,10 @@ def test_small_integers_come_out_exact(two_shot):
 
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_values_that_are_no_numbers_arrive_where_they_belong_and_nowhere_else(bad, two_shot):
-    config = CONFIGS[0]
+@pytest.mark.parametrize("config", [TWO, ALONE], ids=str)
+def test_values_that_are_no_numbers_arrive_where_they_belong_and_nowhere_else(config, bad, two_shot):
     inputs = make_inputs(config, 4)
-    inputs[1].bundle.shared_output[2, 77] = bad
+    inputs[-1].bundle.shared_output[2, 77] = bad
     results = Group(config).run(inputs, Launch(two_shot, 8, 4))
     norm, total = exact(inputs)
     clean = torch.tensor([0, 1, 3], device="cuda")
@@ -228,8 +233,8 @@ def test_values_that_are_no_numbers_arrive_where_they_belong_and_nowhere_else(ba
 
 
 @pytest.mark.parametrize("size", [1e-28, 1e-12, 1.0, 1e9, 1e17])
-def test_the_size_of_values_does_not_matter(size):
-    config = CONFIGS[0]
+@pytest.mark.parametrize("config", [TWO, ALONE], ids=str)
+def test_the_size_of_values_does_not_matter(config, size):
     inputs = [Inputs(i.bundle.__class__(i.bundle.gemm2_out * size, i.bundle.expanded_idx_to_permuted_idx, i.bundle.expert_weights, 3,
                                         config.top_k, config.hidden, i.bundle.routed_scaling_factor, i.bundle.shared_output * size),
                      i.residual * size, i.gamma) for i in make_inputs(config, 3)]
@@ -238,12 +243,12 @@ def test_the_size_of_values_does_not_matter(size):
         assert ((residual_out.double() - truth).norm() / truth.norm()).item() < ERROR[BF16]
 
 
-def test_an_outlier_does_not_coarsen_its_neighbours():
-    """Massive activations: a value 200 times its neighbours leaves them bf16's precision."""
-    config = CONFIGS[0]
+@pytest.mark.parametrize("config, factor", [(TWO, 200), (ALONE, 1e6)], ids=str)
+def test_an_outlier_does_not_coarsen_its_neighbours(config, factor):
+    """Massive activations: a value 200 times its neighbours leaves them bf16's precision; without packets, any value."""
     inputs = make_inputs(config, 3)
     for i in inputs:
-        i.bundle.shared_output[:, ::64] *= 200
+        i.bundle.shared_output[:, ::64] *= factor
     truth = exact(inputs)[1]
     quiet = torch.ones(config.hidden, dtype=torch.bool, device="cuda")
     quiet[::64] = False
@@ -251,8 +256,8 @@ def test_an_outlier_does_not_coarsen_its_neighbours():
         assert error(residual_out[:, quiet], truth[:, quiet]) < ERROR[BF16]
 
 
-def test_gemma_style_weights_and_no_tokens():
-    config = CONFIGS[0]
+@pytest.mark.parametrize("config", [TWO, ALONE], ids=str)
+def test_gemma_style_weights_and_no_tokens(config):
     group = Group(config)
     inputs = make_inputs(config, 3)
     assert_right(group.run(inputs, weight_bias=1.0), inputs, weight_bias=1.0)
@@ -260,8 +265,8 @@ def test_gemma_style_weights_and_no_tokens():
         assert norm_out.shape == residual_out.shape == (0, config.hidden)
 
 
-def test_captured_graphs_of_changing_sizes_replay_with_new_inputs():
-    config = CONFIGS[0]
+@pytest.mark.parametrize("config", [TWO, ALONE], ids=str)
+def test_captured_graphs_of_changing_sizes_replay_with_new_inputs(config):
     group = Group(config)
     graphs, inputs, results = {}, {}, {}
     for tokens in (1, 4, 16):
@@ -303,10 +308,10 @@ def test_the_default_turns_from_one_shot_to_two_shot_and_back(config):
 
 
 def test_refusals_name_the_condition():
-    group = Group(CONFIGS[0])
-    (bundle, residual, gamma), _ = make_inputs(CONFIGS[0], 3)
+    group = Group(TWO)
+    (bundle, residual, gamma), _ = make_inputs(TWO, 3)
     with pytest.raises(ValueError, match="holds 48 tokens, got 49"):
-        group.run(make_inputs(CONFIGS[0], 49))
+        group.run(make_inputs(TWO, 49))
     one_shot, two_shot = group.planes[0].regions
     small = replace(group.planes[0], regions=(one_shot, two_shot._replace(max_tokens=2)))
     with pytest.raises(ValueError, match="holds 2 tokens of two-shot launches, got 3"):

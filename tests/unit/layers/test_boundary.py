@@ -43,14 +43,15 @@ RUNS = {
     (2, 1, 1, "fp32 fused"): [],
     (2, 1, 1, "tables differ"): [],
     (2, 1, 1, "no table on rank 1"): [],
-    (1, 1, 1, "fused"): [],
+    (1, 1, 1, "fused"): ["made", "forward", "decisions", "declined", "capture", "over_plane", "misfits", "ways"],
+    (1, 1, 1, "table"): ["made", "forward", "not_carried"],
 }
 
-# What was "measured": the fused kernel is faster up to 4 tokens, and at 5 and more slower.
-TABLE = {"version": 1, "entries": [{"arch": "cpu", "world_size": 2, "hidden": 256, "source": "made up", "points": [
+# What was "measured" with one rank and with two: the fused kernel is faster up to 4 tokens, and at 5 and more slower.
+TABLE = {"version": 1, "entries": [{"arch": "cpu", "world_size": ranks, "hidden": 256, "source": "made up", "points": [
     {"tokens": 4, "stock_us": 9.0, "ways_us": {"fused": 4.0, "separate": 8.0}},
     {"tokens": 5, "stock_us": 9.0, "ways_us": {"fused": 10.0, "separate": 9.5}},
-]}]}
+]} for ranks in (1, 2)]}
 
 # variant -> the flags of its ranks, and what is different about them. A {rank} in a flag is the rank's.
 VARIANTS = {
@@ -66,6 +67,7 @@ VARIANTS = {
     "tables differ": {ENABLE: "", POLICY: "{folder}/table-{rank}.json"},
     "no table on rank 1": {ENABLE: "", POLICY: "{folder}/only-{rank}.json"},
 }
+ONE_KERNEL = [((1, 1, 1), "fused"), *(((ranks, 1, 1), way) for ranks in (2, 4) for way in ("fused", "flashinfer"))]
 REFUSED = [key for key, scenarios in RUNS.items() if not scenarios]
 
 
@@ -264,8 +266,7 @@ def test_expert_parallel_ranks_defer_what_they_hold(seen):
         assert counters["carried"] == {layer: 1 for layer in CARRYING}
 
 
-@pytest.mark.parametrize("way", ["fused", "flashinfer"])
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 1)])
+@pytest.mark.parametrize("sizes, way", ONE_KERNEL)
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_one_kernel_gives_about_the_stock_result_on_every_rank(seen, sizes, way, tokens):
     ranks = [rank["forward"][tokens] for rank in seen(*sizes, way)]
@@ -276,8 +277,7 @@ def test_one_kernel_gives_about_the_stock_result_on_every_rank(seen, sizes, way,
         assert taken(rank) == {way: len(CARRYING), "in_layer": 1}
 
 
-@pytest.mark.parametrize("way", ["fused", "flashinfer"])
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 1)])
+@pytest.mark.parametrize("sizes, way", ONE_KERNEL)
 def test_all_ways_agree_within_their_roundings(seen, sizes, way):
     """Masked pairs, fp32 weights, a factor of 2.5, and NaN in the rows that no index names."""
     # finalize, all-reduce, + residual each round once; FlashInfer's kernel rounds after every expert and rank.
@@ -293,31 +293,46 @@ def test_all_ways_agree_within_their_roundings(seen, sizes, way):
     assert min(fused, key=fused.get) == "fused" or way == "flashinfer"
 
 
-def test_the_plane_is_of_the_models_own_and_its_kernel_compiled_for_it(seen):
-    for rank in seen(2, 1, 1, "fused"):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_plane_is_of_the_models_own_and_its_kernel_compiled_for_it(seen, ranks):
+    for rank in seen(ranks, 1, 1, "fused"):
         ((config, rows),) = rank["made"]["planes"]
-        assert config == {"world_size": 2, "hidden": 256, "top_k": 2, "activation": torch.bfloat16, "weight": torch.float32}
+        assert config == {"world_size": ranks, "hidden": 256, "top_k": 2, "activation": torch.bfloat16, "weight": torch.float32}
         assert rows == 8
         assert rank["made"]["ranges"] == "fused up to 8 tokens, eager up to 192 tokens"
-        assert rank["two_models"] is False
 
 
-def test_more_tokens_than_the_plane_has_rows_fall_back(seen):
-    for rank in seen(2, 1, 1, "fused"):
+def test_two_models_share_no_plane(seen):
+    assert [rank["two_models"] for rank in seen(2, 1, 1, "fused")] == [False, False]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_more_tokens_than_the_plane_has_rows_fall_back(seen, ranks):
+    for rank in seen(ranks, 1, 1, "fused"):
         ways = {rows: taken(compared) for rows, compared in rank["over_plane"].items()}
         assert ways == {8: {"fused": 3, "in_layer": 1}, 9: {"eager": 3, "in_layer": 1}}
         assert all(about(compared["deferred"], compared["stock"]) for compared in rank["over_plane"].values())
 
 
-@pytest.mark.parametrize("way, misfits", [
-    ("fused", {"another dtype", "unaligned"}),
-    ("flashinfer", {"another dtype", "unaligned", "longer rows"}),
+@pytest.mark.parametrize("ranks, way, misfits", [
+    (1, "fused", {"another dtype", "unaligned"}),
+    (2, "fused", {"another dtype", "unaligned"}),
+    (2, "flashinfer", {"another dtype", "unaligned", "longer rows"}),
 ])
-def test_a_bundle_of_another_form_falls_back(seen, way, misfits):
-    for rank in seen(2, 1, 1, way):
+def test_a_bundle_of_another_form_falls_back(seen, ranks, way, misfits):
+    for rank in seen(ranks, 1, 1, way):
         for name, (taken_by, error) in rank["misfits"].items():
             assert taken_by == ("eager" if name in misfits else way)
             assert error < 4 * ROUNDING
+
+
+def test_with_one_rank_the_same_is_decided_and_kept(seen):
+    (rank,) = seen(1, 1, 1, "fused")
+    decided = dict(rank["decisions"])
+    assert decided.pop("plain") == [1, 2, 3] and set(map(tuple, decided.values())) == {()}
+    assert about(rank["declined"]["deferred"], rank["declined"]["stock"])
+    for deferred, stock in zip(rank["capture"]["deferred"], rank["capture"]["stock"], strict=True):
+        assert about(deferred, stock)
 
 
 def test_guards_hold_with_one_kernel(seen):
@@ -364,8 +379,9 @@ def test_expert_parallel_ranks_share_a_plane(seen):
         assert counters["ways"]["fused"] == len(CARRYING)
 
 
-def test_with_the_flag_unset_only_what_was_measured_faster_defers(seen):
-    for rank in seen(2, 1, 1, "table"):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_the_flag_unset_only_what_was_measured_faster_defers(seen, ranks):
+    for rank in seen(ranks, 1, 1, "table"):
         (_, rows), = rank["made"]["planes"]
         assert rows == 4 and rank["made"]["ranges"].startswith("fused (measured faster than stock) up to 4 tokens, eager up to 192")
         faster, slower = rank["forward"][1], rank["forward"][5]
@@ -374,8 +390,9 @@ def test_with_the_flag_unset_only_what_was_measured_faster_defers(seen):
         assert slower["counters"]["deferred"] == {} and torch.equal(slower["deferred"], slower["stock"])
 
 
-def test_with_the_flag_unset_what_is_not_handed_on_is_stock(seen):
-    for rank in seen(2, 1, 1, "table"):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_the_flag_unset_what_is_not_handed_on_is_stock(seen, ranks):
+    for rank in seen(ranks, 1, 1, "table"):
         compared = rank["not_carried"]
         assert torch.equal(compared["deferred"], compared["stock"]) and compared["counters"]["deferred"] == {}
         assert compared["counters"]["not_deferred"]["not handed on, and only that was measured"] == len(CARRYING)
@@ -405,7 +422,6 @@ def test_a_plane_that_fails_on_one_rank_is_done_without_on_all(seen):
     ((2, 1, 1, "plane fails"), [FUSION + "=fused cannot run here", "rank 1: no peer access"]),
     ((2, 1, 1, "workspace fails"), [FUSION + "=flashinfer cannot run here", "cannot allocate"]),
     ((2, 1, 1, "fp32 fused"), [FUSION + "=fused cannot run here", "bf16 or fp16", "float32"]),
-    ((1, 1, 1, "fused"), [FUSION + "=fused cannot run here", "2 to 8 ranks, there are 1"]),
     ((2, 1, 1, "tables differ"), [POLICY, "ranks 0 and 1 differ"]),
     ((2, 1, 1, "no table on rank 1"), [POLICY, "only-1.json", "cannot be read", "rank 1"]),
 ])

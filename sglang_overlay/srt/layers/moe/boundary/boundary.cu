@@ -25,11 +25,14 @@
 
 namespace {
 
-static_assert(HIDDEN % 8 == 0 && HIDDEN <= 8192 && WORLD_SIZE >= 2 && WORLD_SIZE <= 8 && TOP_K >= 1 && TOP_K <= 64);
+static_assert(HIDDEN % 8 == 0 && HIDDEN <= 8192 && WORLD_SIZE >= 1 && WORLD_SIZE <= 8 && TOP_K >= 1 && TOP_K <= 64);
 constexpr int kPacketElements = 8;
 constexpr int kPackets = HIDDEN / kPacketElements;  // of a row
 constexpr int kMaxThreads = 512;
 constexpr int kMaxCluster = 8;
+// A rank alone exchanges nothing: no packets, no counters, and its part is never rounded.
+constexpr bool kAlone = WORLD_SIZE == 1;
+constexpr int kPeers = kAlone ? 1 : WORLD_SIZE - 1;  // of arrays, which cannot be empty
 // Partial sums of squares of a row: one per warp of its cluster, most where the cluster is largest.
 constexpr int kSlots = kMaxCluster * ((kPackets + 32 * kMaxCluster - 1) / (32 * kMaxCluster));
 
@@ -466,9 +469,11 @@ __device__ __forceinline__ float sum_over_row(float value, RowSum& row, uint32_t
   return (sums.x + sums.y) + (sums.z + sums.w);
 }
 
+// What a thread keeps of its part of a token: the packet that peers get, or, without peers, the part itself.
 struct Pushed {
   uint4 packet;
   uint32_t use;
+  float part[kPacketElements];
 };
 
 // Gathers and weighs this thread's columns of a token and sends them off.
@@ -480,9 +485,14 @@ __device__ __forceinline__ Pushed push_part(const Inputs& in, const Plane& plane
   // too: a branch here would make the compiler wait for the counters before it.)
   Routes routes;
   routes.load(in, token, 0);
-  pushed.use = static_cast<volatile uint32_t*>(plane.uses())[token] + 1;
+  if (!kAlone) pushed.use = static_cast<volatile uint32_t*>(plane.uses())[token] + 1;
   float part[kPacketElements];
   finalize(in, routes, token, column, part);
+  if constexpr (kAlone) {
+#pragma unroll
+    for (int i = 0; i < kPacketElements; ++i) pushed.part[i] = part[i];
+    return pushed;
+  }
   pushed.packet = encode(part, make_tag(launch, pushed.use));
   const int rank = plane.rank;
   if (TWO_SHOT) {
@@ -504,15 +514,16 @@ __device__ __forceinline__ void reduce(const Plane& plane, const Pushed& own, co
                                        bool active, float (&total)[kPacketElements]) {
   const int rank = plane.rank;
 #pragma unroll
-  for (int i = 0; i < kPacketElements; ++i) total[i] = 0.0f;
+  for (int i = 0; i < kPacketElements; ++i) total[i] = kAlone ? own.part[i] : 0.0f;
+  if (kAlone) return;
   const bool reduces = !TWO_SHOT || token % WORLD_SIZE == rank;
   if (reduces) {
-    uint4 parts[WORLD_SIZE - 1];
+    uint4 parts[kPeers];
     // The peers in the order of ranks, this rank left out.
     // Of two parts the sum is the same in either order, so this rank's own is decoded before the peer's is there.
     constexpr bool kOwnFirst = WORLD_SIZE == 2;
     if (kOwnFirst) add_decoded(total, own.packet);
-    await_packets<WORLD_SIZE - 1>(
+    await_packets<kPeers>(
         parts, [&](int i) { return plane.partial(rank, i + (i >= rank), own.use, token) + column; },
         [&](int i) { return i + (i >= rank); }, tag, active, plane, token);
     if (kOwnFirst) {
@@ -522,7 +533,7 @@ __device__ __forceinline__ void reduce(const Plane& plane, const Pushed& own, co
       for (int source = 0; source < WORLD_SIZE; ++source) {
         uint4 packet = own.packet;
 #pragma unroll
-        for (int i = 0; i < WORLD_SIZE - 1; ++i)
+        for (int i = 0; i < kPeers; ++i)
           if (i + (i >= rank) == source) packet = parts[i];
         add_decoded(total, packet);
       }
@@ -577,7 +588,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   asm volatile("griddepcontrol.wait;" ::: "memory");
   // Only now: what a dependent kernel reads before its own wait is then complete.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  const uint32_t launch = *static_cast<volatile uint32_t*>(plane.launches()) / kLaunchStep;
+  const uint32_t launch = kAlone ? 0 : *static_cast<volatile uint32_t*>(plane.launches()) / kLaunchStep;
   Pushed next = push_part<TWO_SHOT>(in, plane, launch, cluster, column, active);
   __syncwarp();  // lanes without columns may have gone ahead, and an aligned barrier takes whole warps
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -601,7 +612,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
     RowSum& row = sums[turn & 1];
     squares = sum_over_row(active ? squares : 0.0f, row, turn >> 1 & 1, blocks, block);
-    if (block == 0 && threadIdx.x == 0) plane.uses()[token] = own.use;
+    if (!kAlone && block == 0 && threadIdx.x == 0) plane.uses()[token] = own.use;
     if (active) {
       const int64_t at = static_cast<int64_t>(token) * HIDDEN + column * kPacketElements;
       *reinterpret_cast<uint4*>(in.residual_out + at) = pack(total);
@@ -615,7 +626,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     if (threadIdx.x == 0) row.expect(warps);
   }
   // Behind the sum over the whole cluster: all its threads have read the launch number.
-  if (block == 0 && threadIdx.x == 0)
+  if (!kAlone && block == 0 && threadIdx.x == 0)
     atomicAdd(plane.launches(), cluster == 0 ? kLaunchStep - (clusters - 1) : 1u);
 }
 
@@ -632,6 +643,7 @@ void check(cudaError_t status, const char* what) {
 }
 
 int64_t plane_bytes(int64_t max_tokens) {
+  if (kAlone) return 1;  // an address, all the same
   return (2 * WORLD_SIZE + 2) * max_tokens * kPackets * int64_t(sizeof(uint4)) +
          (max_tokens + 1) * int64_t(sizeof(uint32_t));
 }

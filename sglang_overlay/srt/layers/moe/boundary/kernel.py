@@ -14,7 +14,7 @@ from ..deferred_output import DeferredMoeOutput, is_capturing
 from .module import ACTIVATIONS, Config, is_loaded, load
 from .plane import ExchangePlane, one_shot_tokens
 
-WORLD_SIZES = range(2, 9)
+WORLD_SIZES = range(1, 9)
 MAX_HIDDEN = 8192
 MAX_TOP_K = 64
 MAX_CLUSTER = 8

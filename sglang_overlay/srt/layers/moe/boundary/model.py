@@ -188,7 +188,7 @@ def fused_unmet(facts: Facts) -> str:
     if _machine_unmet():
         return _machine_unmet()
     if facts.world_size not in WORLD_SIZES:
-        return f"it needs 2 to 8 ranks, there are {facts.world_size}"
+        return f"it needs 1 to 8 ranks, there are {facts.world_size}"
     if facts.activation not in ACTIVATIONS:
         return f"it needs bf16 or fp16 activations, they are {facts.activation}"
     if facts.hidden % 8 != 0 or facts.hidden > MAX_HIDDEN:

@@ -2,7 +2,7 @@
 
 Plain allocations shared by CUDA IPC; no multicast. A plane belongs to one stream of launches: two models that may run
 at the same time need a plane each. One-shot and two-shot launches each have a region of it to themselves, since a packet
-is told from older ones of its own regime only.
+is told from older ones of its own regime only. A rank alone exchanges nothing, and its plane takes no room.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def one_shot_tokens(hidden: int, world_size: int) -> int:
     """Up to how many tokens every rank sends its part to every other one; beyond, one rank reduces a token and sends the sum.
 
     The former is ``world_size - 1`` rows a token and rank, the latter ``2 (world_size - 1) / world_size``: the same at two
-    ranks. A row's packets have 2 bytes an element.
+    ranks, and nothing at one. A row's packets have 2 bytes an element.
     """
     more = 2 * hidden * (world_size - 1) * (world_size - 2)  # bytes a token, times world_size
     return HOP_BYTES * world_size // more if more else UNLIMITED
