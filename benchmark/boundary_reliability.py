@@ -2,8 +2,12 @@
 
     python benchmark/boundary_reliability.py --json benchmark/results/boundary_reliability_h200.json
 
-One process per GPU and scenario, each scenario in processes of its own, so that one that ends its process (as a rank
+One process per rank and scenario, each scenario in processes of its own, so that one that ends its process (as a rank
 without peers must) spoils no other. A scenario passes where all its ranks did what it expects; exit code 1 otherwise.
+
+A rank has a GPU to itself, unless ``--ranks`` asks for more ranks than there are GPUs: these share GPUs, which give each process
+its slice of time, so that a rank that waits is taken off the GPU in the middle of its kernel. A boundary then takes
+milliseconds; ``--replays`` says how many are enough.
 """
 
 from __future__ import annotations
@@ -98,12 +102,13 @@ class Replay:
         return all(torch.equal(result, expected) for result, expected in zip(self.results, self.expected))
 
 
-def replays(count: int = REPLAYS, pause: Callable[[int], None] = lambda number: None, check_every: int = 500) -> dict:
-    """Replay graphs of changing sizes, in an order all ranks share; every check compares to the bit."""
+def replays(count: int = REPLAYS, pause: Callable[[int], None] = lambda number: None, checks: int = 200) -> dict:
+    """Replay graphs of changing sizes, in an order all ranks share; so many times, evenly, to the bit what it must be."""
+    check_every = max(1, count // checks)
     rank, order = Rank(), random.Random(0)
     captured = {tokens: rank.capture(tokens) for tokens in SIZES}
     largest_error = max(replay.error for replay in captured.values())
-    begin, checks = time.monotonic(), 0
+    begin, checked_so_far = time.monotonic(), 0
     for number in range(count):
         replay = captured[order.choice(SIZES)]
         checked = number % check_every == check_every - 1
@@ -114,10 +119,10 @@ def replays(count: int = REPLAYS, pause: Callable[[int], None] = lambda number: 
         if checked:
             torch.cuda.synchronize()
             assert replay.is_right(), f"wrong after {number + 1} replays"
-            checks += 1
+            checked_so_far += 1
     torch.cuda.synchronize()
     assert all(replay.error < 2.2e-3 for replay in captured.values()), "wrong against float64"
-    return {"replays": count, "checks": checks, "seconds": time.monotonic() - begin, "largest_error": largest_error}
+    return {"replays": count, "checks": checked_so_far, "seconds": time.monotonic() - begin, "largest_error": largest_error}
 
 
 def skewed() -> dict:
@@ -128,7 +133,7 @@ def skewed() -> dict:
         if number % dist.get_world_size() == dist.get_rank():
             time.sleep(own.uniform(0, 0.010))
 
-    return replays(1000, pause, check_every=1)
+    return replays(1000, pause, checks=1000)
 
 
 def no_tokens() -> dict:
@@ -234,7 +239,7 @@ def allocation_fails() -> dict:
     assert "rank 1" in message and "out of memory" in message, message
     if dist.get_rank() == 1:
         plane_module.load = real
-    return {"message": message, "afterwards": replays(100, check_every=1)}
+    return {"message": message, "afterwards": replays(100, checks=100)}
 
 
 SCENARIOS: Dict[str, Callable[[], dict]] = {
@@ -253,15 +258,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--only", nargs="+", choices=[*SCENARIOS, "two groups"], help="run these scenarios")
+    parser.add_argument("--ranks", type=int, help="how many (default: as many as there are GPUs)")
+    parser.add_argument("--replays", type=int, default=REPLAYS, help=f"of the scenario of that name (default: {REPLAYS})")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.ranks = args.ranks or gpus_or_exit(2)
     if args.rank is not None:
-        return run_rank(args.rank, args.port, args.only[0])
-    load(Config(gpus_or_exit(2), HIDDEN, TOP_K, torch.bfloat16, torch.float32))
-    report = describe()
+        return run_rank(args)
+    load(Config(args.ranks, HIDDEN, TOP_K, torch.bfloat16, torch.float32))
+    report = describe(args.ranks)
     for name in args.only or [*SCENARIOS, "two groups"]:
-        report["scenarios"][name] = two_groups() if name == "two groups" else run_scenario(name)
+        report["scenarios"][name] = two_groups(args) if name == "two groups" else collect(start(name, 29611, args))
         print(name, json.dumps(report["scenarios"][name]), flush=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -269,12 +277,13 @@ def main() -> None:
     sys.exit(not all(found["passed"] for found in report["scenarios"].values()))
 
 
-def describe() -> dict:
+def describe(ranks: int) -> dict:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name(),
-        "world_size": torch.cuda.device_count(),
+        "world_size": ranks,
+        "gpus": torch.cuda.device_count(),
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
@@ -283,21 +292,18 @@ def describe() -> dict:
     }
 
 
-def run_scenario(name: str, port: int = 29611) -> dict:
-    return collect(start(name, port))
-
-
-def two_groups() -> dict:
+def two_groups(args: argparse.Namespace) -> dict:
     """Two groups of processes with a plane each on the same GPUs at the same time, as two servers are."""
-    groups = [start("skewed", port) for port in (29621, 29622)]
+    groups = [start("skewed", port, args) for port in (29621, 29622)]
     found = [collect(group) for group in groups]
     return {"passed": all(each["passed"] for each in found), "groups": found}
 
 
-def start(name: str, port: int) -> List[subprocess.Popen]:
-    command = [sys.executable, __file__, "--only", name, "--port", str(port), "--rank"]
+def start(name: str, port: int, args: argparse.Namespace) -> List[subprocess.Popen]:
+    told = {"only": name, "port": port, "ranks": args.ranks, "replays": args.replays}
+    command = [sys.executable, __file__, *(word for option, value in told.items() for word in (f"--{option}", str(value)))]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(torch.cuda.device_count())]
+    return [subprocess.Popen([*command, "--rank", str(rank)], **pipes) for rank in range(args.ranks)]
 
 
 def collect(processes: List[subprocess.Popen]) -> dict:
@@ -321,13 +327,13 @@ def last_json(output: str) -> dict:
     return json.loads(found[-1]) if found else {"left": "rank left" in output}
 
 
-def run_rank(rank: int, port: int, name: str) -> None:
-    torch.cuda.set_device(rank)
-    world_size = torch.cuda.device_count()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    if name == "rank dies" and rank == world_size - 1:
+def run_rank(args: argparse.Namespace) -> None:
+    name = args.only[0]
+    torch.cuda.set_device(args.rank % torch.cuda.device_count())
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{args.port}", rank=args.rank, world_size=args.ranks)
+    if name == "rank dies" and args.rank == args.ranks - 1:
         print("rank left", flush=True)
-    result = SCENARIOS[name]()
+    result = replays(args.replays) if name == "replays" else SCENARIOS[name]()
     print(json.dumps({"passed": True, **result}), flush=True)
     sys.stdout.flush()
     os._exit(0)  # the process may hold a GPU context that an expected failure ended
