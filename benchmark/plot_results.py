@@ -180,20 +180,24 @@ def _finish(figure, axes, ticks: List[int], file: Path) -> None:
 
 
 COMMITTED = {
-    "boundary": "boundary_h200", "serve": "serve_boundary_h200", "finalize": "finalize_h200", "ue8m0": "ue8m0_h200", "mxfp4": "mxfp4_hopper_h200_v4_flash",
+    "boundary": ("boundary_h200", "boundary_one_rank_h200"),
+    "serve": ("serve_boundary_h200", "serve_boundary_one_gpu_h200"),
+    "finalize": ("finalize_h200",),
+    "ue8m0": ("ue8m0_h200",),
+    "mxfp4": ("mxfp4_hopper_h200_v4_flash",),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for kind in COMMITTED:
-        parser.add_argument(f"--{kind}", type=Path, help=f"a JSON of results (committed: {COMMITTED[kind]}.json)")
+        parser.add_argument(f"--{kind}", type=Path, help=f"a JSON of results (committed: {', '.join(COMMITTED[kind])})")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="default: docs/images")
     args = parser.parse_args()
-    given = {kind: getattr(args, kind) for kind in COMMITTED if getattr(args, kind)}
-    for kind, file in (given or {kind: ROOT / "benchmark" / "results" / f"{name}.json" for kind, name in COMMITTED.items()}).items():
+    given = [(kind, getattr(args, kind)) for kind in COMMITTED if getattr(args, kind)]
+    for kind, file in given or [(kind, ROOT / "benchmark" / "results" / f"{name}.json") for kind, names in COMMITTED.items() for name in names]:
         draw(kind, json.loads(file.read_text()), args, args.images / f"{file.stem}.svg")
 
 

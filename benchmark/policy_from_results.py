@@ -1,28 +1,30 @@
 """Make the table that ``auto`` goes by (``boundary/policy.py``) from what ``bench_boundary.py`` measured; needs no GPU.
 
-    python benchmark/policy_from_results.py benchmark/results/boundary_h200.json --out policy_table.json [--arch sm90]
+    python benchmark/policy_from_results.py benchmark/results/boundary_one_rank_h200.json benchmark/results/boundary_h200.json --out policy_table.json [--arch sm90]
 
-One entry per hidden size, of top_k 8 where several were measured. The ways are fused, flashinfer and separate, as measured.
+One entry per hidden size; of each number of tokens the measured top_k at which ``fused`` gains least. The ways are fused, flashinfer and separate, as measured.
 
 ``stock_us`` is the figure of ``separate``, which is a lower bound of what stock takes at the boundary: stock finalizes in the
 layer by its own kernels, which are no faster than the overlay's finalize (benchmark/results/finalize_h200.md), and then makes
 the same fused all-reduce + norm. So a way that the table has as faster than stock is faster, and ``separate`` itself is never named.
+On one GPU, where ``sglang`` is SGLang's own finalize before the same norm, it is the figure of the faster of the two.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional
+from typing import Dict, List, Mapping, Optional, Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sglang_overlay.srt.layers.moe.boundary.policy import Entry, Point, Table  # noqa: E402
 
 WAYS = ("fused", "flashinfer", "separate")
 STOCK = "separate"
-TOP_K = 8
+STOCK_ON_ONE_GPU = ("separate", "sglang")
 
 
 def policy_table(report: Mapping, source: str, arch: Optional[str] = None) -> Table:
@@ -38,27 +40,28 @@ def policy_table(report: Mapping, source: str, arch: Optional[str] = None) -> Ta
     arch = report.get("arch") or arch
     if not arch:
         raise ValueError("the report does not say which architecture its GPUs are; name it with --arch, sm90 for an H200")
-    points = _points_by_hidden(report["points"])
+    points = _points_by_hidden(report["points"], STOCK_ON_ONE_GPU if report["world_size"] == 1 else (STOCK,))
     if not points:
         raise ValueError(f"no point of the report has a figure for {STOCK}, which stands for stock's")
     return Table([Entry(arch, report["world_size"], hidden, source, points[hidden]) for hidden in sorted(points)])
 
 
-def _points_by_hidden(measured: List[Mapping]) -> Dict[int, List[Point]]:
-    found: Dict[int, List[Point]] = {}
-    for hidden in {point["hidden"] for point in measured}:
-        here = [point for point in measured if point["hidden"] == hidden and STOCK in point["us"]]
-        top_ks = {point["top_k"] for point in here}
-        top_k = TOP_K if TOP_K in top_ks else max(top_ks, default=None)
-        kept = sorted((point for point in here if point["top_k"] == top_k), key=lambda point: point["tokens"])
-        if kept:
-            found[hidden] = [_point(point) for point in kept]
-    return found
+def _points_by_hidden(measured: List[Mapping], stock: Sequence[str]) -> Dict[int, List[Point]]:
+    kept: Dict[int, Dict[int, Point]] = {}
+    for each in measured:
+        if STOCK in each["us"]:
+            point, here = _point(each, stock), kept.setdefault(each["hidden"], {})
+            here[point.tokens] = max(here.get(point.tokens, point), point, key=_fused_over_stock)
+    return {hidden: [here[tokens] for tokens in sorted(here)] for hidden, here in kept.items()}
 
 
-def _point(measured: Mapping) -> Point:
-    us = {way: round(measured["us"][way], 3) for way in WAYS if way in measured["us"]}
-    return Point(measured["tokens"], us[STOCK], us)
+def _fused_over_stock(point: Point) -> float:
+    return point.ways_us.get("fused", math.inf) / point.stock_us
+
+
+def _point(measured: Mapping, stock: Sequence[str]) -> Point:
+    us = {way: round(taken, 3) for way, taken in measured["us"].items()}
+    return Point(measured["tokens"], min(us[way] for way in stock if way in us), {way: us[way] for way in WAYS if way in us})
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -367,9 +368,25 @@ def test_needs_name_bases_flags_and_parts_that_there_are():
 def test_what_unset_says_follows_the_table_of_measurements():
     table = json.loads((REAL.overlay / "srt/layers/moe/boundary/policy_table.json").read_text())
     says = MANIFEST.features["deferred-finalize"].flags["SGLANG_ENABLE_MOE_DEFERRED_FINALIZE"]["says"]["auto"]
-    assert {(entry["arch"], entry["world_size"]) for entry in table["entries"]} == {("sm90", 2)}, "correct the manifest's words"
-    *sizes, largest = sorted(entry["hidden"] for entry in table["entries"])
-    assert f"two GPUs of SM90 at hidden sizes {', '.join(map(str, sizes))} and {largest}" in says, "correct the manifest's words"
+    assert {(entry["arch"], entry["world_size"]) for entry in table["entries"]} == {("sm90", 1), ("sm90", 2)}, "correct the manifest's words"
+
+    def sizes(ranks):
+        *all_but_last, last = sorted(entry["hidden"] for entry in table["entries"] if entry["world_size"] == ranks)
+        return f"{', '.join(map(str, all_but_last))} and {last}"
+
+    assert says.endswith(f"knows one GPU of SM90 at hidden sizes {sizes(1)}, and two at {sizes(2)}"), "correct the manifest's words"
+
+
+@pytest.mark.parametrize("gpu, one, several", [
+    (Gpu(1, ("NVIDIA H200",), "9.0", "580.1"), [], [">=2 GPUs are needed, there are 1"]),
+    (H200S, [], []),
+    (Gpu(2, ("NVIDIA H200",), "9.0", "580.1", "SYS"), [], ["NV links between all GPUs are needed, there are SYS"]),
+    (Gpu(1, ("NVIDIA A100",), "8.0", "580.1"), ["compute capability >=9.0 is needed, this machine's is 8.0"], ANY),
+])
+def test_the_fused_way_asks_for_links_on_several_gpus_alone(gpu, one, several):
+    parts = MANIFEST.features["deferred-finalize"].parts
+    assert gpu_unmet(parts["taken by fused"].gpu, gpu) == one
+    assert gpu_unmet(parts["taken by fused on several GPUs"].gpu, gpu) == several
 
 
 def test_the_tests_own_patches_have_the_features_they_use():
