@@ -46,14 +46,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Callable, ContextManager, Dict, List, NamedTuple, Tuple
 
@@ -69,7 +67,7 @@ import torch.multiprocessing  # noqa: E402
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from policy_from_results import policy_table  # noqa: E402
 from gpu import (  # noqa: E402
-    copy_bandwidth, driver_version, elapsed_us, exact_finalize, exact_norm, gpus_or_exit, poison_free_memory, relative_error, time_limit,
+    copy_bandwidth, describe_run, elapsed_us, exact_finalize, exact_norm, gpus_or_exit, in_turns, poison_free_memory, relative_error, time_limit,
 )
 from sglang_overlay.srt.layers.moe.boundary.kernel import choose_launch, fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config  # noqa: E402
@@ -198,15 +196,10 @@ def save(report: dict, args: argparse.Namespace) -> None:
 def describe(args: argparse.Namespace, world_size: int) -> dict:
     """What a reader needs to judge or repeat the run."""
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **describe_run(),
         "command": args.command,
-        "device": torch.cuda.get_device_name(),
         "arch": "sm{}{}".format(*torch.cuda.get_device_capability()),
         "world_size": world_size,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "flashinfer": version_of("flashinfer"),
         "sglang": version_of("sglang.version") if args.peer else "not run",
@@ -414,11 +407,12 @@ def measure(case: Case, ways: Ways, args: argparse.Namespace, report: dict) -> d
             errors[name] = [relative_error(result, truth) for result, truth in zip(first, exact)]
             repeatable[name] = all(torch.equal(a, b) for a, b in zip(first, again)) and same_on_all_ranks(first)
             graphs[name] = Captured(run)
-    times: Dict[str, List[float]] = {name: [] for name in graphs}
-    for number in range(args.rounds + 1):
-        for name in sorted(graphs, reverse=bool(number % 2)):
-            with watched(case, name, report, args):
-                times[name].append(timed_replay(graphs[name]))
+
+    def timed(name: str) -> float:
+        with watched(case, name, report, args):
+            return timed_replay(graphs[name])
+
+    times = in_turns({name: partial(timed, name) for name in graphs}, args.rounds + 1)
     us = median_over_ranks({name: found[1:] for name, found in times.items()})
     return {**case._asdict(), "us": {name: us[name] for name in runs}, "error": errors, "repeatable": repeatable}
 

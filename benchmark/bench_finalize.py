@@ -26,11 +26,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
 import sys
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple
@@ -39,7 +36,7 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu import copy_bandwidth, driver_version, elapsed_us, exact_finalize, host_us, relative_error  # noqa: E402
+from gpu import copy_bandwidth, describe_run, elapsed_us, exact_finalize, host_us, in_turns, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.deferred_output import DeferredMoeOutput  # noqa: E402
 from sglang_overlay.srt.layers.moe.finalize_kernel import finalize_cuda  # noqa: E402
 
@@ -111,16 +108,10 @@ def describe(args: argparse.Namespace) -> dict:
     """What a reader needs to judge or repeat the run."""
     properties = torch.cuda.get_device_properties(0)
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "device": properties.name,
+        **describe_run(),
         "multiprocessors": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
         "triton": triton.__version__,
-        "python": platform.python_version(),
         "sglang": sglang_version(),
         "calls_per_graph": CALLS,
         "rounds": args.rounds,
@@ -142,7 +133,8 @@ def measure(case: Case, kernels: Dict[str, Finalize], flush: torch.Tensor, round
     for mode, inputs in (("cold", bundles), ("warm", bundles[:1] * CALLS)):
         graphs = {name: Captured(run, inputs) for name, run in kernels.items()}
         before = (lambda _: flush.sum()) if mode == "cold" else Captured.replay
-        times = {name: statistics.median(found) for name, found in take_turns(graphs, before, rounds).items()}
+        timed = in_turns({name: partial(replay_us, graph, before) for name, graph in graphs.items()}, rounds)
+        times = {name: statistics.median(found) for name, found in timed.items()}
         point[mode] = {"own_us": times["own"], "peer_us": times["peer"], "ratio": times["own"] / times["peer"]}
     gb_per_s = case.moved_bytes / point["cold"]["own_us"] / 1e3
     point["gb_per_s"], point["of_copy"] = gb_per_s, gb_per_s / copy_gb_per_s
@@ -180,14 +172,10 @@ class Captured:
         self.graph.replay()
 
 
-def take_turns(graphs: Dict[str, Captured], before: Callable, rounds: int) -> Dict[str, List[float]]:
-    """Microseconds per call of each graph in each round; ``before(graph)`` is queued ahead of the timed replay."""
-    times: Dict[str, List[float]] = {name: [] for name in graphs}
-    for number in range(rounds):
-        for name in sorted(graphs, reverse=bool(number % 2)):
-            before(graphs[name])
-            times[name].append(elapsed_us(graphs[name].replay) / CALLS)
-    return times
+def replay_us(graph: Captured, before: Callable[[Captured], object]) -> float:
+    """Microseconds per call; ``before(graph)`` is queued ahead of the timed replay."""
+    before(graph)
+    return elapsed_us(graph.replay) / CALLS
 
 
 def summarize(points: List[dict]) -> dict:

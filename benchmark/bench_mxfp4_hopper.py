@@ -30,14 +30,12 @@ import gc
 import importlib.util
 import json
 import os
-import platform
 import shlex
 import statistics
 import sys
 import time
 import traceback
 from contextlib import nullcontext
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Tuple
 
@@ -52,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "ci"), str(ROOT / "tests" / "oracles")]
 import mxfp4_moe  # noqa: E402
 import mxfp4_peers  # noqa: E402
-from gpu import driver_version, elapsed_us, poison_free_memory, relative_error, sglang_version_in, time_limit  # noqa: E402
+from gpu import describe_run, elapsed_us, poison_free_memory, relative_error, sglang_version_in, time_limit  # noqa: E402
 from mxfp4_interleave import interleaving_in_torch  # noqa: E402
 from mxfp4_moe import Shape  # noqa: E402
 from sglang_overlay.srt.layers.moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts  # noqa: E402
@@ -170,7 +168,7 @@ class Bench:
         self.args, self.device, self.rank = args, device, rank
         self.deadline = started + 60 * args.minutes
         self.layers = Layers(args, device, rank)
-        self.report = describe(args, device)
+        self.report = describe(args)
         if args.resume and args.json.exists():
             self.go_on(json.loads(args.json.read_text()))
         self.report["runs"].append({name: self.report[name] for name in OF_A_RUN})
@@ -449,19 +447,13 @@ def timed(replay: Callable[[], None], device: str) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def describe(args: argparse.Namespace, device: str) -> dict:
+def describe(args: argparse.Namespace) -> dict:
     """What a reader needs to judge or repeat the run."""
-    on_gpu = device == "cuda"
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **describe_run(),
         "command": args.command,
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "ranks": args.ranks,
         "one_gpu": args.one_gpu,
-        "driver": driver_version() if on_gpu else "none",
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "flashinfer": version_of("flashinfer"),
         "cutlass_dsl": version_of("cutlass"),
         "sglang": sglang_version_in(args.sglang),

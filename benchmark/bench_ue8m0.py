@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List
 
@@ -33,7 +31,7 @@ import triton
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "tests" / "oracles")]
 import fp8_experts  # noqa: E402
-from gpu import driver_version, elapsed_us, host_us  # noqa: E402
+from gpu import describe_run, elapsed_us, host_us, in_turns  # noqa: E402
 from sglang_rank import start_one_rank  # noqa: E402
 
 CALLS, QUANTIZER_CALLS = 8, 20
@@ -73,14 +71,8 @@ def describe(args: argparse.Namespace) -> dict:
     from sglang.version import __version__
 
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_properties(0).name,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
+        **describe_run(),
         "triton": triton.__version__,
-        "python": platform.python_version(),
         "sglang": __version__,
         "calls_per_graph": CALLS,
         "rounds": args.rounds,
@@ -120,13 +112,12 @@ def measure_quantizers(rows: int, columns: int, rounds: int) -> dict:
 
 def take_turns(works: Dict[str, Callable[[], object]], rounds: int, calls: int) -> Dict[str, List[float]]:
     """Microseconds per call of each work, captured, in each round; each timed replay follows an untimed one of its own."""
-    graphs = {name: captured(work) for name, work in works.items()}
-    times: Dict[str, List[float]] = {name: [] for name in graphs}
-    for number in range(rounds):
-        for name in sorted(graphs, key=list(works).index, reverse=bool(number % 2)):
-            graphs[name].replay()
-            times[name].append(elapsed_us(graphs[name].replay) / calls)
-    return times
+
+    def timed(graph: torch.cuda.CUDAGraph) -> float:
+        graph.replay()
+        return elapsed_us(graph.replay) / calls
+
+    return in_turns({name: partial(timed, captured(work)) for name, work in works.items()}, rounds)
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 from unittest.mock import patch
@@ -26,7 +23,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
-from gpu import driver_version, elapsed_us, exact_finalize, exact_norm, gpus_or_exit, poison_free_memory, relative_error  # noqa: E402
+from gpu import describe_run, elapsed_us, exact_finalize, exact_norm, gpus_or_exit, in_turns, poison_free_memory, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary import kernel  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import SOURCE, Config, build  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.plane import ExchangePlane, region_sizes, regions_at  # noqa: E402
@@ -136,10 +133,7 @@ def measure(versions: Dict[str, Version], inputs: Inputs, launch: kernel.Launch,
         error[name] = [*(relative_error(result, truth) for result, truth in zip(ranks[0], exact)), same]
         results[name] = [result.clone() for result in ranks[0]]
         graphs[name] = captured(lambda version=version: version.run(inputs, launch, CALLS))
-    times: Dict[str, List[float]] = {name: [] for name in graphs}
-    for number in range(rounds + 1):
-        for name in sorted(graphs, reverse=bool(number % 2)):
-            times[name].append(elapsed_us(graphs[name].replay) / CALLS)
+    times = in_turns({name: lambda graph=graph: elapsed_us(graph.replay) / CALLS for name, graph in graphs.items()}, rounds + 1)
     us = {name: statistics.median(found[1:]) for name, found in times.items()}
     differ = [bool(torch.ne(*pair).any()) for pair in zip(*results.values())] if len(results) == 2 else []
     return {"us": us, "error_norm_residual_same_on_all_ranks": error, "norm_residual_differ": differ}
@@ -154,9 +148,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 def describe(args: argparse.Namespace) -> dict:
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name(), "driver": driver_version(), "cuda": torch.version.cuda, "torch": torch.__version__,
-        "python": platform.python_version(), "hidden": args.hidden, "top_k": args.top_k, "rounds": args.rounds, "points": [],
+        **describe_run(), "hidden": args.hidden, "top_k": args.top_k, "rounds": args.rounds, "points": [],
     }
 
 

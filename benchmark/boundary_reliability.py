@@ -15,13 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
-import shlex
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Callable, Dict, List
 
@@ -31,7 +28,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu import driver_version, gpus_or_exit, relative_error  # noqa: E402
+from gpu import describe_run, gpus_or_exit, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config, load  # noqa: E402
@@ -279,15 +276,9 @@ def main() -> None:
 
 def describe(ranks: int) -> dict:
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name(),
+        **describe_run(),
         "world_size": ranks,
         "gpus": torch.cuda.device_count(),
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "scenarios": {},
     }
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 import torch
 
@@ -68,6 +72,29 @@ def sglang_version_in(tree: Optional[Path]) -> str:
     if tree is None:
         return "not run"
     return next((folder.stem.split("-")[1] for folder in sorted(tree.glob("sglang-*.dist-info"))), "of unknown version")
+
+
+def describe_run() -> dict:
+    """What a reader of any result needs to judge or repeat it: when, by which command, on which machine."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "driver": driver_version() if on_gpu else "none",
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def in_turns(works: Mapping[str, Callable[[], float]], rounds: int) -> Dict[str, List[float]]:
+    """What each work returned in each round. Works take turns within a round, forwards and backwards in turn."""
+    found: Dict[str, List[float]] = {name: [] for name in works}
+    for number in range(rounds):
+        for name in list(works)[:: -1 if number % 2 else 1]:
+            found[name].append(works[name]())
+    return found
 
 
 def driver_version() -> str:

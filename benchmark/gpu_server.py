@@ -11,9 +11,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Sequence
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
 
 from cpu_serving.server import Configuration  # noqa: E402
+from gpu import sglang_version_in  # noqa: E402
 
 ARGUMENTS = (
     "--dtype bfloat16 --skip-tokenizer-init --attention-backend triton --moe-runner-backend triton --sampling-backend pytorch "
@@ -60,11 +63,9 @@ def compare(said: list[dict], reference: list[dict]) -> dict:
             "logprob_distance_max": max(distances, default=None), "logprob_distance_mean": sum(distances) / len(distances) if distances else None}
 
 
-def versions() -> dict:
-    """What this was run with."""
-    import torch
-
+def versions(tree: Path) -> dict:
+    """What this was run with; ``tree`` holds the ``sglang`` package that is served."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpus = subprocess.run(query, capture_output=True, text=True).stdout if shutil.which("nvidia-smi") else ""
     return {"gpus": gpus.splitlines(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "python": sys.version.split()[0], "sglang": "0.5.20", "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+            "python": sys.version.split()[0], "sglang": sglang_version_in(tree), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}

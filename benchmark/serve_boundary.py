@@ -203,7 +203,7 @@ class Run:
             shutil.rmtree(self.answers_folder)
         self.results["commands"].append(shlex.join(["python", *sys.argv]))
         if measures or "versions" not in self.results:
-            self.results["versions"] = versions()
+            self.results["versions"] = versions(args.overlay)
         self.results["model"] = ", ".join(f"{name} {value}" for name, value in asdict(shape_of(args)).items())
         self.failed: Dict[str, str] = self.results.setdefault("failed", {})
         self.slowest_start = self.slowest_round = 0.0

@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "benchmark")]
 from cpu_serving.server import Server, serve  # noqa: E402
 from boundary_checks import errors  # noqa: E402
-from gpu import sglang_version_in  # noqa: E402
 from gpu_server import NEW_TOKENS, GpuConfiguration, compare, prompts, versions  # noqa: E402
 from mxfp4_checkpoint import make_mxfp4_checkpoint  # noqa: E402
 from mxfp4_interleave import SAYS as INTERLEAVES  # noqa: E402
@@ -61,7 +60,7 @@ def main() -> int:
     args = parse_arguments()
     model = make_mxfp4_checkpoint(args.model)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"command": " ".join(sys.argv), "versions": {**versions(), **versions_in(args.tree)}, "arms": {}}
+    result = {"command": " ".join(sys.argv), "versions": {**versions(args.tree), **{name: installed(name) for name in PACKAGES}}, "arms": {}}
     said: Dict[str, dict] = {}
     with ExitStack() as stack, ThreadPoolExecutor(len(args.arms)) as pool:
         running = {arm: pool.submit(observe, arm, args, model.served, stack) for arm in args.arms}
@@ -91,11 +90,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--start-limit", type=float, default=600.0, help="seconds for a server to start (default: 600)")
     parser.add_argument("--interleave-in-torch", action="store_true", help="prepare weights without FlashInfer's CUTLASS module")
     return parser.parse_args()
-
-
-def versions_in(tree: Path) -> Dict[str, str]:
-    """Of the SGLang in a folder, by the name of its metadata, which pip leaves beside it, and of packages installed."""
-    return {"sglang": sglang_version_in(tree), **{name: installed(name) for name in PACKAGES}}
 
 
 def installed(name: str) -> str:

@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--start-limit", type=float, default=240.0, help="seconds for a server to start (default: 240)")
     arguments = parser.parse_args()
     models = {declared: make_fp8_checkpoint(arguments.models / ("declared" if declared else "undeclared"), declared) for declared in (True, False)}
-    result = {"command": " ".join(sys.argv), "versions": versions(), "arms": {}}
+    result = {"command": " ".join(sys.argv), "versions": versions(arguments.stock), "arms": {}}
     said, failures = {}, []
     for name in arguments.arms:
         seen, wrong = run_arm(name, arguments, models, said)

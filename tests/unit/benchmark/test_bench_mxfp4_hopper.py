@@ -51,7 +51,7 @@ def test_two_ranks_on_one_gpu_are_checked_and_not_timed(bench, tmp_path, capsys)
     points = bench.plan(["small"], 2, False, with_times=False)
     assert {point.kind for point in points} == {"exact", "idle", "wide", "error", "memory"} and any(point.idle_rank for point in points)
     args = bench.parse_arguments(["--json", str(tmp_path / "found.json"), "--ranks", "2", "--one-gpu", "--shapes", "small"])
-    assert bench.render(bench.describe(args, "cpu")).startswith("# MXFP4 experts in FlashInfer's mega kernel on one CPU, 2 ranks\n")
+    assert bench.render({**bench.describe(args), "device": "GPU"}).startswith("# MXFP4 experts in FlashInfer's mega kernel on one GPU, 2 ranks\n")
     with pytest.raises(SystemExit):
         bench.parse_arguments(["--json", "found.json", "--one-gpu"])
     assert "--one-gpu is for --ranks 2" in capsys.readouterr().err
