@@ -458,6 +458,23 @@ def scenario_not_carried(model, spec):
         setattr(owner, name, decide)
 
 
+def scenario_compiled(model, spec):
+    """Whether a forward defers that is being compiled in one piece, as SGLang compiles prefill graphs, by its tokens; after one that was not."""
+    from sglang.sglang_overlay.srt.layers.moe.deferral import deferral_of
+
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)  # set for all CPU runs
+    torch._dynamo.config.disable = False
+    run_stage(model, num_tokens=1)
+    deferral = deferral_of(moe_layers(model)[0].mlp)
+
+    def defers(x):
+        return x + (0 if deferral.stays_stock(x.shape[0]) else 1)
+
+    compiled = torch.compile(defers, backend="eager", fullgraph=True, dynamic=True)
+    deferral.carries_now = True
+    return {tokens: (bool(compiled(torch.zeros(tokens)).any()), bool(defers(torch.zeros(tokens)).any())) for tokens in (300, TOKENS, 4, 1)}
+
+
 def scenario_over_plane(model, spec):
     """One token more than the plane has rows, and as many as it has."""
     return {rows: compare(model, num_tokens=rows) for rows in (boundary_stand_ins.PLANE_ROWS, boundary_stand_ins.PLANE_ROWS + 1)}

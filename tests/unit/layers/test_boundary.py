@@ -43,8 +43,9 @@ RUNS = {
     (2, 1, 1, "fp32 fused"): [],
     (2, 1, 1, "tables differ"): [],
     (2, 1, 1, "no table on rank 1"): [],
-    (1, 1, 1, "fused"): ["made", "forward", "decisions", "declined", "capture", "over_plane", "misfits", "ways"],
-    (1, 1, 1, "table"): ["made", "forward", "not_carried"],
+    (1, 1, 1, "fused"): ["made", "forward", "decisions", "declined", "capture", "over_plane", "two_models", "misfits", "ways"],
+    (1, 1, 1, "table"): ["made", "forward", "not_carried", "compiled"],
+    (1, 2, 1, "table"): ["made", "forward"],
 }
 
 # What was "measured" with one rank and with two: the fused kernel is faster up to 4 tokens, and at 5 and more slower.
@@ -302,8 +303,9 @@ def test_the_plane_is_of_the_models_own_and_its_kernel_compiled_for_it(seen, ran
         assert rank["made"]["ranges"] == "fused up to 8 tokens, eager up to 192 tokens"
 
 
-def test_two_models_share_no_plane(seen):
-    assert [rank["two_models"] for rank in seen(2, 1, 1, "fused")] == [False, False]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_models_share_no_plane(seen, ranks):
+    assert [rank["two_models"] for rank in seen(ranks, 1, 1, "fused")] == [False] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -396,6 +398,24 @@ def test_with_the_flag_unset_what_is_not_handed_on_is_stock(seen, ranks):
         compared = rank["not_carried"]
         assert torch.equal(compared["deferred"], compared["stock"]) and compared["counters"]["deferred"] == {}
         assert compared["counters"]["not_deferred"]["not handed on, and only that was measured"] == len(CARRYING)
+
+
+def test_a_forward_that_is_compiled_stays_stock_whatever_the_table_says(seen):
+    """SGLang's prefill graphs are compiled in one piece, where a step that the compiler cannot trace is an error."""
+    (rank,) = seen(1, 1, 1, "table")
+    assert rank["compiled"] == {300: (False, False), 5: (False, False), 4: (False, True), 1: (False, True)}
+
+
+def test_pipeline_stages_of_one_rank_go_by_the_table_each(seen):
+    for stage in seen(1, 2, 1, "table"):
+        few, many = stage["forward"][1], stage["forward"][5]
+        assert many["counters"]["deferred"] == {}
+        assert taken(few).get("fused", 0) == len(carried(few))
+        for name in ("hidden_states", "residual") if isinstance(few["stock"], dict) else ():
+            assert about(few["deferred"][name], few["stock"][name])
+    assert taken(seen(1, 2, 1, "table")[1]["forward"][1]) == {"fused": 2}
+    last = seen(1, 2, 1, "table")[1]["forward"][1]
+    assert about(last["deferred"], last["stock"])
 
 
 def test_with_the_flag_at_1_a_way_measured_slower_is_not_picked(seen):

@@ -68,15 +68,17 @@ class Deferral:
 
     def not_now(self, num_tokens: int) -> str:
         """Why this forward of ``num_tokens`` tokens does not defer; empty where it does."""
-        if self.reason:
-            return self.reason
+        # The kind of graph comes before the table of measurements, which a compiler cannot trace.
+        reason = self.reason or _graph_that_cannot_hold_a_bundle()
+        if reason:
+            return reason
         if num_tokens == 0:
             return "no tokens on this rank"
         if num_tokens > settings().max_tokens:
             return "more tokens than SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS"
         if settings().by_policy and not self.gains(num_tokens):
             return "not measured faster than stock for this number of tokens"
-        return _graph_that_cannot_hold_a_bundle()
+        return ""
 
     def stays_stock(self, num_tokens: int) -> str:
         """Why the MoE under way runs its stock experts; empty where it defers.
