@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_overlay.srt.layers.moe.boundary import model
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module
 from sglang_overlay.srt.layers.moe.boundary.kernel import choose_launch
 from sglang_overlay.srt.layers.moe.boundary.links import nvlink_unmet
@@ -99,6 +100,26 @@ def test_each_rank_maps_its_peer_and_lays_launches_out_by_the_smaller_gpu(run):
     assert all(region.pointers.dtype == torch.int64 and region.pointers.device.type == "cpu" for plane in planes for region in plane.regions)
 
 
+def test_a_rank_alone_needs_nobody_to_map_its_memory(monkeypatch):
+    import torch.distributed as dist
+
+    memory = Memory(failing={(0, "export"), (0, "open")})
+    module = memory.of_rank(0)
+    module.plane_bytes = lambda max_tokens: 1
+    monkeypatch.setattr(plane_module, "load", lambda config: module)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132, uuid="one"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plane = ExchangePlane.create(dist.group.WORLD, CONFIG._replace(world_size=1), 64)
+        assert (plane.rank, plane.max_tokens, [region.max_tokens for region in plane.regions]) == (0, 64, [64, 0])
+        assert plane.regions[0].pointers.tolist() == [100] and memory.sizes == [256]
+        plane.close()
+    finally:
+        dist.destroy_process_group()
+    assert memory.log == [("allocate", 0), ("free", 0)]
+
+
 def test_two_ranks_have_room_for_one_shot_alone(run):
     memory = Memory()
     assert [region.max_tokens for region in run(memory, create)[0].regions] == [64, 0]
@@ -128,7 +149,7 @@ def test_one_shot_sends_at_most_what_a_hop_is_worth_more_than_two_shot(hidden, w
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 64, 512])
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("world_size", range(2, 9))
 def test_a_plane_has_room_for_every_launch_that_is_chosen(run, world_size, max_tokens):
     config = CONFIG._replace(world_size=world_size)
     regions = run(Memory(), lambda: ExchangePlane.create("group", config, max_tokens))[0].regions
@@ -207,3 +228,11 @@ def test_nvml_has_the_names_that_are_asked():
 
     assert all(hasattr(pynvml, name) for name in dir(Nvml) if name.lower().startswith("nvml"))
     assert (pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_STATUS_OK) == (Nvml.NVML_P2P_CAPS_INDEX_NVLINK, Nvml.NVML_P2P_STATUS_OK)
+
+
+@pytest.mark.parametrize("world_size, unmet", [(0, "1 to 8 ranks, there are 0"), (1, ""), (8, ""), (9, "1 to 8 ranks, there are 9")])
+def test_the_kernel_is_for_one_to_eight_ranks(monkeypatch, world_size, unmet):
+    monkeypatch.setattr(model, "_machine_unmet", lambda: "")
+    monkeypatch.setattr(model, "_compiler_unmet", lambda: "")
+    found = model.fused_unmet(model.Facts(world_size, 7168, 8, torch.bfloat16, torch.float32, ()))
+    assert found.endswith(unmet) and bool(found) == bool(unmet)
