@@ -24,13 +24,15 @@ On one GPU there is nothing to reduce, and the ways are:
 
 What is timed. For each (H, K, T) one CUDA graph per way holds 20 calls back to back on the same inputs; a time is the
 replay's, between two events, over 20, the larger of the ranks'. The replay is queued behind an all-reduce, whose end
-sets the ranks off together. The ways take turns within each round, in changing order; figures are medians over the
+sets the ranks off together; on one GPU behind a kernel of some length. The ways take turns within each round, in changing order; figures are medians over the
 rounds.
 
 Errors: ``||result - exact|| / ||exact||`` with exact in float64, results poisoned with NaN before.
 
 A way that does not come back within 6 s (90 s where it may have to compile) (peers were seen to hang) ends the run; the results say which, and the same
 command with ``--resume`` goes on without it.
+
+All GPUs that are visible take part (CUDA_VISIBLE_DEVICES=0: one of several).
 
 ``--policy FILE`` also writes the points as the table that ``auto`` goes by; how: ``policy_from_results.py``, which makes
 the same of a JSON.
@@ -104,6 +106,8 @@ class Inputs(NamedTuple):
 def main() -> None:
     args = parse_arguments()
     world_size = gpus_or_exit(1)
+    if args.policy and world_size == 1 and not args.peer:
+        raise SystemExit("--policy on one GPU needs --peer: stock's time there is that of SGLang's own finalize, where that is the faster")
     source = str(args.json or args.policy)
     with tempfile.TemporaryDirectory() as scratch:
         args.json = args.json or Path(scratch) / "boundary.json"
@@ -456,7 +460,10 @@ def timed_replay(captured: Captured) -> float:
     """Microseconds per call of one replay on this rank."""
     torch.cuda.synchronize()
     # Long enough that the replay is queued before it ends: what host or peer do late then delays nobody.
-    dist.all_reduce(starting_gun())
+    if dist.get_world_size() > 1:
+        dist.all_reduce(starting_gun())
+    else:
+        torch.cuda._sleep(400_000)  # cycles, some 0.2 ms: NCCL launches nothing for one rank
     return elapsed_us(captured.graph.replay) / CALLS
 
 

@@ -58,10 +58,13 @@ def test_separate_stands_for_stock_and_is_never_named(policy_table):
 
 
 def test_on_one_gpu_the_faster_of_two_stands_for_stock(policy_table):
-    points = [point(512, 8, 1, fused=2.0, separate=4.0, sglang=5.0), point(512, 8, 2, fused=4.5, separate=5.0, sglang=4.0), point(512, 8, 4, fused=1.0, separate=2.0)]
-    alone = policy_table({**REPORT, "world_size": 1, "points": points}, "x").policy("sm90", 1, 512)
+    points = [point(512, 8, 1, fused=2.0, separate=4.0, sglang=5.0), point(512, 8, 2, fused=4.5, separate=5.0, sglang=4.0)]
+    without = point(512, 8, 4, fused=1.0, separate=2.0)
+    alone = policy_table({**REPORT, "world_size": 1, "points": [*points, without]}, "x").policy("sm90", 1, 512)
     assert [(each.stock_us, each.ways_us, each.faster()) for each in alone.points] == [
-        (4.0, {"fused": 2.0, "separate": 4.0}, ("fused",)), (4.0, {"fused": 4.5, "separate": 5.0}, ()), (2.0, {"fused": 1.0, "separate": 2.0}, ("fused",))]
+        (4.0, {"fused": 2.0, "separate": 4.0}, ("fused",)), (4.0, {"fused": 4.5, "separate": 5.0}, ())]
+    with pytest.raises(ValueError, match="separate and sglang"):
+        policy_table({**REPORT, "world_size": 1, "points": [without]}, "x")
 
 
 def test_of_several_top_k_the_one_counts_that_gains_least(policy_table):
@@ -85,6 +88,20 @@ def test_the_built_in_table_is_what_was_measured(policy_table):
     files = [f"benchmark/results/{name}.json" for name in ("boundary_one_rank_h200", "boundary_h200")]
     tables = [policy_table(json.loads((BENCHMARK.parent / file).read_text()), file, "sm90") for file in files]
     assert BUILT_IN.read_text() == Table([entry for table in tables for entry in table.entries]).to_json()
+
+
+def test_what_is_quoted_of_the_figures_holds():
+    """``policy_from_results`` argues by these."""
+    two, one = (json.loads((BENCHMARK / "results" / f"{name}.json").read_text())["points"] for name in ("boundary_h200", "boundary_one_rank_h200"))
+    assert min(each["us"]["separate"] - each["us"]["fused"] for each in two if "separate" in each["us"]) > 2.15
+    faster = [each for each in one if each["us"]["sglang"] < each["us"]["separate"]]
+    assert max(each["us"]["separate"] - each["us"]["sglang"] for each in faster) < 1.6 and min(each["tokens"] for each in faster) == 32
+
+
+@pytest.mark.parametrize("name", ["boundary_h200", "boundary_one_rank_h200"])
+def test_the_tables_of_the_boundary_are_those_of_its_results(benchmark_module, name):
+    report = json.loads((BENCHMARK / "results" / f"{name}.json").read_text())
+    assert benchmark_module("bench_boundary").render(report) == (BENCHMARK / "results" / f"{name}.md").read_text()
 
 
 def test_from_files(tmp_path):

@@ -12,8 +12,8 @@ which is then read in its place. A benchmark writes one with ``Table(entries).to
 
 - ``arch``: ``sm90`` and so on by compute capability, or ``cpu``. One entry per (arch, world_size, hidden).
 - ``source``: where the figures come from; it is logged.
-- ``tokens``: ascending. ``stock_us``: microseconds of what stock does at this boundary, finalize in the layer and fused
-  all-reduce + norm. ``ways_us``: of the same boundary by each way that was measured; the kernels before it are not counted.
+- ``tokens``: ascending. ``stock_us``: microseconds of what stock does at this boundary, finalize in the layer and, fused, all-reduce
+  (with several ranks) and norm. ``ways_us``: of the same boundary by each way that was measured; the kernels before it are not counted.
 
 All figures are kept, not only the fastest way, because between two points a way counts only where it was faster than stock
 at both of them.
