@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu import describe_run, gpus_or_exit, relative_error  # noqa: E402
+from gpu import describe_run, exact_finalize, exact_norm, gpus_or_exit, relative_error  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary import plane as plane_module  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.kernel import fused_boundary  # noqa: E402
 from sglang_overlay.srt.layers.moe.boundary.module import Config, load  # noqa: E402
@@ -72,13 +72,10 @@ class Rank:
     def error(self, inputs: tuple, results: tuple) -> float:
         """The larger relative error of norm_out and residual_out against float64; parts travel over the host group."""
         bundle, residual, gamma = inputs
-        rows = bundle.gemm2_out[bundle.expanded_idx_to_permuted_idx.long()].double()
-        part = (rows * bundle.expert_weights.double()[..., None]).sum(1) * bundle.routed_scaling_factor
-        part = (part + bundle.shared_output.double()).cpu()
+        part = exact_finalize(bundle).cpu()
         dist.all_reduce(part)
         total = part.cuda() + residual.double()
-        norm = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * gamma.double()
-        return max(relative_error(result, exact) for result, exact in zip(results, (norm, total)))
+        return max(relative_error(result, exact) for result, exact in zip(results, (exact_norm(total, gamma, EPS), total)))
 
 
 class Replay:
