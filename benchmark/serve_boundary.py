@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -186,6 +187,13 @@ def decode_rate(server: Server, batch: int, steps: Tuple[int, int]) -> float:
         if many > few:
             return batch * (steps[1] - steps[0]) / (many - few)
     raise ServerFailed(f"{steps[1]} tokens took {many:.3f} s, {steps[0]} took {few:.3f} s: too few to time")
+
+
+def in_a_line(failure: str) -> str:
+    """What became of a server, and the last error that the end of its log has."""
+    first, *log = failure.splitlines()
+    errors = [line for line in log if re.match(r"\w*(Error|Exception):", line)]
+    return f"{first} {errors[-1]}" if errors else first
 
 
 class Run:
@@ -411,7 +419,7 @@ class Run:
         answers = {arm: self.answers_of(arm) for arm in self.answered()}
         self.results["found"] = conclude(answers, self.results["speed"])
         self.results["found"]["missing"] = self.not_measured(answers)
-        self.results["found"]["wrong"] += [f"{arm} failed: {reason.splitlines()[0]}" for arm, reason in self.failed.items()]
+        self.results["found"]["wrong"] += [f"{arm} failed: {in_a_line(reason)}" for arm, reason in self.failed.items()]
         stock = self.results["servers"].get("stock", {"fuses": True})
         if self.args.device == "cuda" and self.args.tp > 1 and not stock["fuses"]:
             self.results["found"]["wrong"].append("stock ran without its fused all-reduce + norm")
