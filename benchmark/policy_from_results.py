@@ -6,7 +6,7 @@ One entry per hidden size; of each number of tokens the measured top_k at which 
 
 ``stock_us`` stands for what stock takes at the boundary, where it finalizes in the layer by its own kernels and then makes a
 fused all-reduce + norm. On several GPUs it is the figure of ``separate``: the overlay's finalize and the same all-reduce +
-norm. SGLang's finalize was seen to be faster than the overlay's by at most 1.6 us (boundary_one_rank_h200.json, from 32
+norm. SGLang's finalize was seen to be faster than the overlay's by at most 1.7 us (boundary_one_rank_h200.json, from 32
 tokens on), ``fused`` to be faster than ``separate`` by at least 2.2 (boundary_h200.json), so a way that the table has as
 faster than stock is faster, and ``separate`` itself is never named. On one GPU ``sglang`` is SGLang's own finalize before
 the same norm; there it is the figure of the faster of the two, and a point without both is left out.

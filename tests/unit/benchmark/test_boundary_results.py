@@ -95,10 +95,10 @@ def test_what_is_quoted_of_the_figures_holds():
     two, one = (json.loads((BENCHMARK / "results" / f"{name}.json").read_text())["points"] for name in ("boundary_h200", "boundary_one_rank_h200"))
     assert min(each["us"]["separate"] - each["us"]["fused"] for each in two if "separate" in each["us"]) > 2.15
     faster = [each for each in one if each["us"]["sglang"] < each["us"]["separate"]]
-    assert max(each["us"]["separate"] - each["us"]["sglang"] for each in faster) < 1.6 and min(each["tokens"] for each in faster) == 32
+    assert max(each["us"]["separate"] - each["us"]["sglang"] for each in faster) < 1.7 and min(each["tokens"] for each in faster) == 32
 
 
-@pytest.mark.parametrize("name", ["boundary_h200", "boundary_one_rank_h200"])
+@pytest.mark.parametrize("name", ["boundary_h200", "boundary_one_rank_h200", "boundary_one_rank_h200_in_turns"])
 def test_the_tables_of_the_boundary_are_those_of_its_results(benchmark_module, name):
     report = json.loads((BENCHMARK / "results" / f"{name}.json").read_text())
     assert benchmark_module("bench_boundary").render(report) == (BENCHMARK / "results" / f"{name}.md").read_text()

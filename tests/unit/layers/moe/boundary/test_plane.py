@@ -158,6 +158,11 @@ def test_a_plane_has_room_for_every_launch_that_is_chosen(run, world_size, max_t
         assert tokens <= regions[launch.two_shot].max_tokens
 
 
+@pytest.mark.parametrize("hidden", [1000, 2048, 7168])
+def test_a_rank_alone_gives_every_token_a_cluster(hidden):
+    assert all(choose_launch(tokens, hidden, 1, 132).clusters == tokens for tokens in range(1, 513))
+
+
 def test_memory_is_freed_once_every_rank_has_unmapped_it(run):
     memory = Memory()
     run(memory, lambda: create().close())
