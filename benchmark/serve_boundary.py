@@ -192,7 +192,7 @@ def decode_rate(server: Server, batch: int, steps: Tuple[int, int]) -> float:
 def in_a_line(failure: str) -> str:
     """What became of a server, and the last error that the end of its log has."""
     first, *log = failure.splitlines()
-    errors = [line for line in log if re.match(r"\w*(Error|Exception):", line)]
+    errors = [line for line in log if re.match(r"[\w.]+(Error|Exception|Refused)\b", line)]
     return f"{first} {errors[-1]}" if errors else first
 
 

@@ -222,7 +222,7 @@ def _planned(request: Request, manifest: Manifest, situation: Situation) -> tupl
     """Return (plan, receipt) of putting the asked-for features on the original files."""
     base, evidence = situation.base(manifest, request.try_base)
     patches = load_patches(request.project.patches, base.name)
-    features = choose(patches, list(request.features))
+    features = choose(patches, list(request.features), base.name)
     plan = make_plan(situation.target, request.project, patches, features, situation.original)
     fault = foreign(plan)
     if fault:

@@ -198,16 +198,16 @@ def features_of(patches: list) -> list:
     return list(dict.fromkeys(patch.feature for patch in patches))
 
 
-def choose(patches: list, features: list) -> list:
+def choose(patches: list, features: list, base: str) -> list:
     """Return the features asked for (all of them if none are), in series order.
 
-    Raises UsageFault for an unknown one.
+    Raises UsageFault for one that the base of these patches does not have.
     """
     known = features_of(patches)
     unknown = [name for name in features if name not in known]
     if unknown:
         raise UsageFault(
-            f"unknown feature: {', '.join(unknown)}",
+            f"no such feature on {base}: {', '.join(unknown)}",
             expected=known,
             found=unknown,
             remedy=f"choose from: {', '.join(known)}",

@@ -144,7 +144,7 @@ class Situation:
             return None
 
     def insist_on_whole(self) -> None:
-        """Raise Interfered if the tree is partly applied, or a patched file was edited since.
+        """Raise Interfered if the tree is partly applied, or a file that it wrote was edited since.
 
         Raises Refused if the overlay's place is a symbolic link out of the tree.
         """
@@ -210,7 +210,7 @@ def _replaced_fault(files: list, base: str, version: str) -> Interfered:
 def edited_fault(edited: list) -> Interfered:
     """Return the failure for files with somebody's later edits."""
     return Interfered(
-        "a patched file was edited since; nothing was written",
+        "a file of the overlay's was edited since it was applied; nothing was written",
         file=edited[0],
         expected="the file as the overlay wrote it",
         found="other contents",

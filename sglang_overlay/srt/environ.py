@@ -134,7 +134,7 @@ class Settings:
     @property
     def by_policy(self) -> bool:
         """Whether a layer defers only where a measurement says that this is faster than stock."""
-        return self.enable == "auto"
+        return self.enable == "auto" and not self.is_off
 
 
 def parse(environ: Mapping[str, str]) -> Settings:

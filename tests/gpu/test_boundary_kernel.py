@@ -169,6 +169,13 @@ def test_many_tokens_at_once(config):
         assert_right(group.run(inputs, launch), inputs)
 
 
+@pytest.mark.parametrize("tokens", [133, 192, 512])
+def test_alone_more_clusters_than_fit_at_once(tokens):
+    inputs = make_inputs(ALONE, tokens, tokens)
+    assert choose_launch(tokens, ALONE.hidden, 1, 132).clusters == tokens
+    assert_right(Group(ALONE, 512).run(inputs), inputs)
+
+
 @pytest.mark.parametrize("config", [TWO, ALONE], ids=str)
 def test_results_repeat_to_the_bit_and_do_not_touch_their_inputs(config):
     group = Group(config)

@@ -39,6 +39,12 @@ def test_enable_takes_the_words_stock_takes(word, enable):
     assert (flags.is_off, flags.by_policy) == (enable == "0", enable == "auto")
 
 
+@pytest.mark.parametrize("word", ["", "1"])
+def test_no_tokens_that_may_defer_is_off(word):
+    flags = parse({ENABLE.name: word, MAX_TOKENS.name: "0"})
+    assert flags.is_off and not flags.by_policy
+
+
 def test_the_table_of_measurements_is_a_file_or_the_built_in_one():
     assert parse({POLICY.name: "built-in"}).policy is None
 

@@ -93,7 +93,7 @@ def test_an_edit_on_a_tried_base_is_no_upgrade(run, package):
     write_tree(package / "sglang", {"_version.py": "__version__ = '0.5.21'\n", "srt/layers/comm.py": COMM + "# of 0.5.21\n"})
     assert run("apply", package, "--try-base", "v0.5.20").code == 0
     (package / NET_FILE).write_text((package / NET_FILE).read_text().replace("route(self)(x)", "route(self)(2 * x)"))
-    assert "a patched file was edited since" in run("revert", package).err
+    assert "a file of the overlay's was edited since" in run("revert", package).err
     assert run("revert", "--keep-edited", package, "--json").data["left"] == [NET_FILE]
 
 

@@ -185,7 +185,7 @@ def test_an_arm_that_fails_does_not_take_the_others_along(module, arguments):
 
     def start(arm, stack):
         if arm == "flashinfer":
-            raise module.ServerFailed("the server ended with status 1:\na long log\nRuntimeError: no memory\nsigquit")
+            raise module.ServerFailed("the server ended with status 1:\nRuntimeError: first\na long log\ntorch.OutOfMemoryError: no memory\nsigquit")
         server = EndsUnderWay if arm == "separate" else Counted
         return server({"ways": counted[arm], "deferred": {}, "not_deferred": {}, "layers": {}}), 1.0
 
@@ -198,7 +198,7 @@ def test_an_arm_that_fails_does_not_take_the_others_along(module, arguments):
     assert "eager's speed at batch 2" not in again.results["found"]["missing"]
     assert {"stock's tokens", "auto's speed at batch 2"} <= set(again.results["found"]["missing"])
     assert "Not measured: stock's tokens" in again.args.out.with_suffix(".md").read_text()
-    assert again.results["found"]["wrong"][0] == "flashinfer failed: the server ended with status 1: RuntimeError: no memory"
+    assert again.results["found"]["wrong"][0] == "flashinfer failed: the server ended with status 1: torch.OutOfMemoryError: no memory"
 
 
 def test_the_reference_is_transformers_own(module, tmp_path):
