@@ -144,7 +144,7 @@ class Situation:
             return None
 
     def insist_on_whole(self) -> None:
-        """Raise Interfered if the tree is partly applied, or a file that it wrote was edited since.
+        """Raise Interfered if the tree is partly applied, or a file of the overlay's was edited since.
 
         Raises Refused if the overlay's place is a symbolic link out of the tree.
         """

@@ -65,7 +65,7 @@ MAX_TOKENS = Flag(
     default="192",
     values="an integer, 0 or more",
     feature="deferred-finalize",
-    help="Forwards with more tokens than this do not defer; 0 disables deferral.",
+    help="Forwards with more tokens than this do not defer; 0: nothing of the overlay's defers.",
 )
 TRITON_UE8M0 = Flag(
     name="SGLANG_MOE_TRITON_UE8M0",
@@ -143,11 +143,12 @@ def parse(environ: Mapping[str, str]) -> Settings:
     Raises:
         FlagError: a flag holds a value it does not take; the message names flag, value and the values taken.
     """
+    enable = _parse_enable(_value(environ, ENABLE))
     return Settings(
-        enable=_parse_enable(_value(environ, ENABLE)),
+        enable=enable,
         fusion=_parse_fusion(_value(environ, FUSION)),
         policy=None if _value(environ, POLICY) == POLICY.default else environ.get(POLICY.name, "").strip() or None,
-        max_tokens=_parse_max_tokens(_value(environ, MAX_TOKENS) or MAX_TOKENS.default),
+        max_tokens=_parse_max_tokens(_value(environ, MAX_TOKENS) or MAX_TOKENS.default, enable),
         triton_ue8m0=_parse_ue8m0(_value(environ, TRITON_UE8M0) or TRITON_UE8M0.default),
         mxfp4_megamoe=_parse_bool(MXFP4_MEGAMOE, _value(environ, MXFP4_MEGAMOE) or MXFP4_MEGAMOE.default),
         megamoe_tokens=_parse_capacity(_value(environ, MEGAMOE_TOKENS) or MEGAMOE_TOKENS.default),
@@ -199,10 +200,11 @@ def _parse_fusion(value: Optional[str]) -> str:
     return value
 
 
-def _parse_max_tokens(value: str) -> int:
-    if not value.isdecimal():
-        raise _bad(MAX_TOKENS, value)
-    return int(value)
+def _parse_max_tokens(value: str, enable: str) -> int:
+    # A negative number is one that SGLang 0.5.23 itself takes, for its own deferral: no reason to stop a server that did not ask for ours.
+    if value.isdecimal() or (enable != "1" and value.removeprefix("-").isdecimal()):
+        return max(0, int(value))
+    raise _bad(MAX_TOKENS, value)
 
 
 def _parse_capacity(value: str) -> int:

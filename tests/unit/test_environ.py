@@ -59,13 +59,16 @@ def test_the_mega_kernel_is_on_or_off(word, on):
     assert parse({MXFP4_MEGAMOE.name: word}).mxfp4_megamoe is on
 
 
-def test_max_tokens_zero_disables():
-    assert parse({ENABLE.name: "1", MAX_TOKENS.name: "0"}).is_off
+@pytest.mark.parametrize("word", ["", "0"])
+def test_sglangs_own_no_limit_stops_no_server_that_did_not_ask_for_deferral(word):
+    assert parse({ENABLE.name: word, MAX_TOKENS.name: "-1"}).is_off
+    with pytest.raises(FlagError, match="0 or more"):
+        parse({ENABLE.name: "1", MAX_TOKENS.name: "-1"})
 
 
 @pytest.mark.parametrize(
     "flag, value",
-    [(ENABLE, "maybe"), (ENABLE, "2"), (FUSION, "turbo"), (MAX_TOKENS, "-1"), (MAX_TOKENS, "many"), (MAX_TOKENS, "1.5"),
+    [(ENABLE, "maybe"), (ENABLE, "2"), (FUSION, "turbo"), (MAX_TOKENS, "many"), (MAX_TOKENS, "1.5"),
      (TRITON_UE8M0, "1"), (TRITON_UE8M0, "declared"), (MXFP4_MEGAMOE, "auto")],
 )
 def test_an_unknown_value_is_named_with_the_values_taken(flag, value):

@@ -91,7 +91,7 @@ def test_deferrals_line(deferral, values, layers, line):
 
 def method(**fields):
     config = types.SimpleNamespace(scale_fmt=fields.pop("scale_fmt", None))
-    return types.SimpleNamespace(quant_config=config, scale_ue8m0=True, **fields)
+    return types.SimpleNamespace(**{"quant_config": config, "scale_ue8m0": True, **fields})
 
 
 @pytest.fixture
@@ -112,6 +112,8 @@ def ue8m0(monkeypatch, flags):
         ({}, [method()], f"not active ({TRITON_UE8M0.name}=auto): the checkpoint does not declare scale_fmt: ue8m0 (1 of 1 MoE layers)"),
         ({"ue8m0": "off"}, [method()], f"not active ({TRITON_UE8M0.name}=off): {TRITON_UE8M0.name}=off (1 of 1 MoE layers)"),
         ({"ue8m0": "on"}, [method()], f"active in 1 of 1 MoE layers ({TRITON_UE8M0.name}=on): activation scales are powers of two"),
+        ({}, [method(scale_fmt="ue8m0", scale_ue8m0=False)],
+         f"not active ({TRITON_UE8M0.name}=auto): its experts were of another format until their weights were loaded (1 of 1 MoE layers)"),
         ({}, [method(unfit="its experts are INT8")], f"not active ({TRITON_UE8M0.name}=auto): its experts are INT8 (1 of 1 MoE layers)"),
     ],
 )

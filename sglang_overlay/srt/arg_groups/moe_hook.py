@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, Callable, Iterator, Optional, Tuple
 
+import torch
+
 from ..environ import settings
 from ..layers.moe.flashinfer_megamoe import refuse, require_kernel, require_nvshmem
 
@@ -57,9 +59,11 @@ def check_platform() -> None:
 
 
 def check_model(model: Any, ranks: int) -> None:
-    """Raise MegaMoeRefused unless the experts are MXFP4 and divide among the ranks."""
+    """Raise MegaMoeRefused unless the experts are MXFP4 and divide among the ranks, and the model runs in bf16, the kernel's output."""
     if not model.is_fp4_experts:
         refuse("the checkpoint's experts are not MXFP4", "Unset the flag, and choose another --moe-a2a-backend")
+    if model.dtype != torch.bfloat16:
+        refuse(f"the kernel's output is bf16, the model runs in {str(model.dtype).removeprefix('torch.')}", "Add --dtype bfloat16")
     experts = number_of_experts(model.hf_text_config)
     if experts and experts % ranks:
         refuse(f"{experts} experts do not divide among {ranks} ranks", "Choose a --tp-size that divides the number of experts")

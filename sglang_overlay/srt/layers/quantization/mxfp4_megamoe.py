@@ -18,6 +18,12 @@ from ..moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts,
 logger = logging.getLogger(__name__)
 
 OTHER_BACKEND = "Serve this model with another --moe-a2a-backend"
+IN_OTHER_LAYOUT = "the MXFP4 experts' weights are in the layout of FlashInfer's mega kernel, where no others can be loaded. Restart the server"
+# By the dtype of a parameter: what the checkpoint's bytes are, and as which dtypes it may have them.
+AS_BYTES = {
+    torch.int8: ("weights", "E2M1 codes, two a byte", (torch.int8, torch.uint8)),
+    torch.float8_e8m0fnu: ("scales", "E8M0", (torch.float8_e8m0fnu, torch.uint8)),
+}
 
 
 def choose_fp4_method(stock: Any, prefix: str) -> Any:
@@ -50,7 +56,7 @@ class Mxfp4MegaMoEMethod:
             refuse("its experts have biases, which the kernel does not add", OTHER_BACKEND)
         shape_of(layer).check()
         self._fp8.create_weights(
-            layer, *args, weight_loader=keep_scale_bytes(weight_loader), fp4_scale_dtype=torch.float8_e8m0fnu, **kwargs
+            layer, *args, weight_loader=keep_bytes(weight_loader), fp4_scale_dtype=torch.float8_e8m0fnu, **kwargs
         )
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
@@ -81,6 +87,7 @@ class Mxfp4MegaMoEMethod:
         )
         self.experts = MegaMoeExperts(shape_of(layer), weights, expert_group(), capacities_up_to(settings().megamoe_tokens))
         keep_only_transformed(layer, self.experts.transformed)
+        layer._derived_weight_cache_error = IN_OTHER_LAYOUT  # SGLang answers a request to update weights with it, before it writes any
         log_once(self.experts.shape.world_size, self.experts.capacities)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
@@ -135,17 +142,18 @@ def refuse_other_arithmetic(config: Any) -> None:
         refuse("shared experts are fused with the routed ones", "Add --disable-shared-experts-fusion")
 
 
-def keep_scale_bytes(load: Callable) -> Callable:
-    """SGLang's weight loader, where scales that a checkpoint stores as uint8 are the exponents and not numbers to convert.
+def keep_bytes(load: Callable) -> Callable:
+    """SGLang's weight loader, for bytes: codes and exponents that a checkpoint stores as uint8 are no numbers to convert.
 
-    Raises MegaMoeRefused for scales of any dtype but uint8 and float8_e8m0fnu.
+    Raises MegaMoeRefused for experts' weights and scales of dtypes that are not MXFP4's.
     """
 
     def load_bytes(param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if param.dtype == torch.float8_e8m0fnu and loaded_weight.dtype != torch.float8_e8m0fnu:
-            if loaded_weight.dtype != torch.uint8:
-                refuse(f"the checkpoint has expert scales of {loaded_weight.dtype}, MXFP4 has E8M0", OTHER_BACKEND)
-            loaded_weight = loaded_weight.view(torch.float8_e8m0fnu)
+        if param.dtype in AS_BYTES:
+            what, of_mxfp4, dtypes = AS_BYTES[param.dtype]
+            if loaded_weight.dtype not in dtypes:
+                refuse(f"the checkpoint has expert {what} of {loaded_weight.dtype}, MXFP4 has {of_mxfp4}", OTHER_BACKEND)
+            loaded_weight = loaded_weight.view(param.dtype)
         return load(param, loaded_weight, *args, **kwargs)
 
     return load_bytes

@@ -108,6 +108,7 @@ def scenario_forward(spec: dict) -> dict:
     """A checkpoint's experts, loaded as SGLang loads them, and forwards of ``spec["tokens"]`` on each rank."""
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
 
     start_rank(spec)
     megamoe_stand_in.install()
@@ -130,6 +131,7 @@ def scenario_forward(spec: dict) -> dict:
     return {
         "bytes": all(torch.equal(a, b) for a, b in zip(kept, own)), "forwards": forwards, "limit": layer.config.gate_up_clamp,
         "fused_factor": experts.should_fuse_routed_scaling_factor_in_topk, "reloaded": refusal(experts),
+        "update_refused": _unsupported_derived_weight_cache_error(experts),
         "parameters": [tuple(getattr(experts, name).shape) for name in PARAMETERS],
     }
 

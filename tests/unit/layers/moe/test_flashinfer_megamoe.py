@@ -253,15 +253,23 @@ def test_experts_of_another_arithmetic_are_refused(changed, message):
 
 def test_scales_stored_as_bytes_are_exponents_and_other_scales_are_refused():
     param, exponents = torch.ones(2, 3).to(torch.float8_e8m0fnu), torch.arange(120, 126, dtype=torch.uint8).view(2, 3)
-    load = mxfp4_megamoe.keep_scale_bytes(lambda param, loaded, *_: param.copy_(loaded))
+    load = mxfp4_megamoe.keep_bytes(lambda param, loaded, *_: param.copy_(loaded))
     for stored in (exponents, exponents.view(torch.float8_e8m0fnu)):
         load(param.zero_() if param.dtype == torch.uint8 else param, stored, "w13_scale")
         assert torch.equal(param.view(torch.uint8), exponents)
     with pytest.raises(MegaMoeRefused, match="expert scales of torch.float32"):
         load(param, torch.ones(2, 3))
-    codes = torch.zeros(2, 3, dtype=torch.int8)
-    load(codes, torch.full((2, 3), 7, dtype=torch.int8))
-    assert (codes == 7).all()
+
+
+def test_codes_are_bytes_and_weights_of_another_format_are_refused():
+    load = mxfp4_megamoe.keep_bytes(lambda param, loaded, *_: param.copy_(loaded))
+    codes, stored = torch.zeros(2, 3, dtype=torch.int8), torch.arange(250, 256, dtype=torch.uint8).view(2, 3)
+    for kind in (torch.uint8, torch.int8):
+        load(codes.zero_(), stored.view(kind))
+        assert torch.equal(codes.view(torch.uint8), stored)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        with pytest.raises(MegaMoeRefused, match=f"expert weights of {dtype}"):
+            load(codes, torch.ones(2, 3).to(dtype))
 
 
 # What is looked at when a server starts.
@@ -336,14 +344,20 @@ def test_options_that_the_kernel_excludes(changed, option):
         moe_hook.check_options(options(**changed))
 
 
+def model(experts=256, **changed):
+    config = SimpleNamespace(**({"n_routed_experts": experts} if experts else {}))
+    return SimpleNamespace(**{"is_fp4_experts": True, "hf_text_config": config, "dtype": torch.bfloat16, **changed})
+
+
 def test_models_that_are_not_for_it():
-    config = SimpleNamespace(n_routed_experts=256)
-    moe_hook.check_model(SimpleNamespace(is_fp4_experts=True, hf_text_config=config), 8)
-    moe_hook.check_model(SimpleNamespace(is_fp4_experts=True, hf_text_config=SimpleNamespace()), 8)
+    moe_hook.check_model(model(), 8)
+    moe_hook.check_model(model(experts=None), 8)
     with pytest.raises(MegaMoeRefused, match="not MXFP4"):
-        moe_hook.check_model(SimpleNamespace(is_fp4_experts=False, hf_text_config=config), 8)
+        moe_hook.check_model(model(is_fp4_experts=False), 8)
+    with pytest.raises(MegaMoeRefused, match="runs in float16. Add --dtype bfloat16"):
+        moe_hook.check_model(model(dtype=torch.float16), 8)
     with pytest.raises(MegaMoeRefused, match="256 experts do not divide among 6 ranks"):
-        moe_hook.check_model(SimpleNamespace(is_fp4_experts=True, hf_text_config=config), 6)
+        moe_hook.check_model(model(), 6)
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_the_largest_workspace_is_what_the_flag_says(seen):
 def test_the_layer_keeps_the_kernels_weights_only(seen):
     (rank,) = seen["forward one rank"]
     assert rank["parameters"][0] == (8, 128, 256)  # the kernel's: [E, H/2, 2I]
-    assert "Restart the server" in rank["reloaded"]
+    assert "Restart the server" in rank["reloaded"] and "Restart the server" in rank["update_refused"]
 
 
 def test_the_feature_works_without_the_others(alone):

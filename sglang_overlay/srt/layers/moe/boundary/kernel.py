@@ -158,7 +158,8 @@ def _is_packed(tensor: torch.Tensor) -> bool:
 def choose_launch(num_tokens: int, hidden: int, world_size: int, multiprocessors: int) -> Launch:
     """Few tokens: as many blocks a token as there are multiprocessors for. Many: all blocks resident, evenly loaded.
 
-    A rank alone waits for nobody, so that its blocks need not be resident: a cluster for every token. The regime is that of ``one_shot_tokens``.
+    A rank alone waits for nobody, so that its blocks need not be resident: a cluster for every token. The regime is that of
+    ``one_shot_tokens``.
     """
     two_shot = num_tokens > one_shot_tokens(hidden, world_size)
     cluster = next((c for c in (8, 4, 2) if c * num_tokens <= multiprocessors), 2)
