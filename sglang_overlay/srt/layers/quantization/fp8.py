@@ -59,9 +59,12 @@ def why_not_ue8m0(method: Any) -> str:
         return "the feature was left out of this tree"
     if choice == "off":
         return f"{TRITON_UE8M0.name}=off"
+    reason = _unfit(method)
+    if reason:
+        return reason
     if choice == "auto" and not _declares(method):
-        return _unfit(method) or f"the checkpoint does not declare scale_fmt: {DECLARED}"
-    return _unfit(method) or ("" if method.scale_ue8m0 else "its experts were of another format until their weights were loaded")
+        return f"the checkpoint does not declare scale_fmt: {DECLARED}"
+    return "" if method.scale_ue8m0 else "its experts were of another format until their weights were loaded"
 
 
 def _is_in_the_tree() -> bool:

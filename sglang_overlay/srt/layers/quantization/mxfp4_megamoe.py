@@ -18,7 +18,7 @@ from ..moe.flashinfer_megamoe import ExpertShape, ExpertWeights, MegaMoeExperts,
 logger = logging.getLogger(__name__)
 
 OTHER_BACKEND = "Serve this model with another --moe-a2a-backend"
-IN_OTHER_LAYOUT = "the MXFP4 experts' weights are in the layout of FlashInfer's mega kernel, where no others can be loaded. Restart the server"
+IN_OTHER_LAYOUT = "the MXFP4 experts' weights are in the layout of FlashInfer's mega kernel, where no others can be loaded", "Restart the server"
 # By the dtype of a parameter: what the checkpoint's bytes are, and as which dtypes it may have them.
 AS_BYTES = {
     torch.int8: ("weights", "E2M1 codes, two a byte", (torch.int8, torch.uint8)),
@@ -81,13 +81,13 @@ class Mxfp4MegaMoEMethod:
             MegaMoeRefused: the weights were already handed over, or the kernel does not take them.
         """
         if self.experts is not None:
-            refuse("weights were loaded anew into a running server, but the kernel has them in its own layout", "Restart the server")
+            refuse(*IN_OTHER_LAYOUT)
         weights = ExpertWeights.as_loaded(
             layer.w13_weight.data, layer.w2_weight.data, layer.w13_weight_scale_inv.data, layer.w2_weight_scale_inv.data
         )
         self.experts = MegaMoeExperts(shape_of(layer), weights, expert_group(), capacities_up_to(settings().megamoe_tokens))
         keep_only_transformed(layer, self.experts.transformed)
-        layer._derived_weight_cache_error = IN_OTHER_LAYOUT  # SGLang answers a request to update weights with it, before it writes any
+        layer._derived_weight_cache_error = ". ".join(IN_OTHER_LAYOUT)  # SGLang answers a request to update weights with it, before it writes any
         log_once(self.experts.shape.world_size, self.experts.capacities)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
